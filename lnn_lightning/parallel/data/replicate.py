@@ -1,0 +1,67 @@
+"""Data parallelism of a stage: torch's DistributedDataParallel reduces its gradients once a step.
+
+The stage's forward is not a module's forward, so DDP's reducer is driven by hand: either it is armed before the last
+backward of the step, so that reducing overlaps with it, or, where other stages wait for that backward or gradients were
+not made by ``backward`` (zero bubble), it is flushed behind the schedule by a backward that adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors  # type: ignore[attr-defined]
+
+
+class Replica:
+    """Averages gradients of the given parameters over the data-parallel ranks.
+
+    Args:
+        parameters: trainable parameters, the same on all ranks of the group in the same order.
+        group: data-parallel ranks that hold the same stage.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.parameters = tuple(parameters)
+        self._ddp = DistributedDataParallel(
+            _Holder(self.parameters),
+            process_group=group,
+            find_unused_parameters=True,
+            broadcast_buffers=False,
+            init_sync=False,
+        )
+        self._armed = False
+
+    def begin(self) -> None:
+        """Once before the first forward of a step that ends with a reduction."""
+        self._ddp.reducer.prepare_for_forward()
+        self._ddp.reducer._rebuild_buckets()
+
+    def arm(self, outputs: Any) -> None:
+        """Before the step's last backward: what it adds to is reduced as it gets ready."""
+        self._ddp.reducer.prepare_for_backward(list(_find_tensors(outputs)))
+        self._armed = True
+
+    def finish(self) -> None:
+        """Behind the step's last backward; reduces now unless that was armed."""
+        if self._armed:
+            self._armed = False
+            return
+        unused = [parameter for parameter in self.parameters if parameter.grad is None]
+        views = [parameter.view_as(parameter) for parameter in self.parameters]
+        nothing = [view.new_zeros(()).expand_as(view) for view in views]
+        self._ddp.reducer.prepare_for_backward(views)
+        torch.autograd.backward(views, nothing)
+        for parameter in unused:
+            parameter.grad = None
+
+
+class _Holder(nn.Module):
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        for index, parameter in enumerate(parameters):
+            self.register_parameter(str(index), parameter)

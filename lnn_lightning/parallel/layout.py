@@ -1,0 +1,133 @@
+"""The mesh: axis sizes to ranks, and which ranks share what.
+
+Axes from outermost to innermost are ``pipeline_parallel``, ``data_parallel`` and ``tensor_parallel``: tensor ranks are
+neighbours on one host, pipeline stages are far apart (PTD-P, Narayanan et al. 2021, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lnn_lightning.parallel.errors import LayoutError
+
+PIPELINE, DATA, TENSOR = AXES = ("pipeline_parallel", "data_parallel", "tensor_parallel")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh axes; their product is the number of processes.
+
+    Raises:
+        LayoutError: a size is not a positive whole number.
+    """
+
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in zip(AXES, self.shape, strict=True):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise LayoutError(f"`{axis}_size` must be a whole number of at least 1, got {size!r}.")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Sizes in the order of the axes."""
+        return (self.pipeline_parallel_size, self.data_parallel_size, self.tensor_parallel_size)
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes the layout needs."""
+        return self.pipeline_parallel_size * self.data_parallel_size * self.tensor_parallel_size
+
+    def rank_of(self, pipeline: int, data: int, tensor: int) -> int:
+        """Global rank at a place in the mesh."""
+        _, data_size, tensor_size = self.shape
+        return (pipeline * data_size + data) * tensor_size + tensor
+
+
+def resolve_layout(
+    world_size: int,
+    pipeline_parallel_size: int = 1,
+    data_parallel_size: int | Literal["auto"] = "auto",
+    tensor_parallel_size: int = 1,
+) -> Layout:
+    """Fills in ``data_parallel_size="auto"`` and checks the sizes against the number of processes.
+
+    Raises:
+        LayoutError: the axes do not divide, or do not multiply to, ``world_size``.
+    """
+    model_parallel = Layout(pipeline_parallel_size, 1, tensor_parallel_size).world_size
+    if data_parallel_size == "auto":
+        if world_size % model_parallel:
+            raise LayoutError(
+                f"{world_size} processes cannot be divided into pipeline_parallel_size={pipeline_parallel_size} x "
+                f"tensor_parallel_size={tensor_parallel_size}: {world_size} is no multiple of {model_parallel}. "
+                f"Start {model_parallel} processes (or a multiple) with `Trainer(devices=..., num_nodes=...)`, or "
+                "change the sizes."
+            )
+        data_parallel_size = world_size // model_parallel
+    layout = Layout(pipeline_parallel_size, data_parallel_size, tensor_parallel_size)
+    if layout.world_size != world_size:
+        raise LayoutError(
+            f"pipeline_parallel_size={pipeline_parallel_size} x data_parallel_size={data_parallel_size} x "
+            f"tensor_parallel_size={tensor_parallel_size} needs {layout.world_size} processes, but {world_size} run. "
+            "Change `Trainer(devices=..., num_nodes=...)`, or leave `data_parallel_size='auto'`."
+        )
+    return layout
+
+
+@dataclass
+class Mesh:
+    """The layout on real processes: this rank's place and the process groups along each axis."""
+
+    layout: Layout
+    device_mesh: DeviceMesh
+    _shared_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+
+    @classmethod
+    def create(cls, layout: Layout, device_type: str) -> Mesh:
+        """Builds the device mesh. Collective over all processes; the default process group must exist."""
+        return cls(layout, init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES))
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Process group of the ranks that differ from this one only along ``axis``."""
+        return self.device_mesh.get_group(axis)
+
+    def rank(self, axis: str) -> int:
+        """This process's place along ``axis``."""
+        return self.device_mesh.get_local_rank(axis)
+
+    def size(self, axis: str) -> int:
+        """Number of places along ``axis``."""
+        return self.layout.shape[AXES.index(axis)]
+
+    def pipeline_subgroups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
+        """Makes the groups for parameters that some, not all, stages share.
+
+        Collective over all processes, which must pass the same sets of places along the pipeline axis.
+        """
+        _, data_size, tensor_size = self.layout.shape
+        for ranks in sorted(set(rank_sets)):
+            if len(ranks) < 2 or ranks in self._shared_groups:
+                continue
+            if len(ranks) == self.layout.pipeline_parallel_size:
+                self._shared_groups[ranks] = self.group(PIPELINE)
+                continue
+            for data in range(data_size):
+                for tensor in range(tensor_size):
+                    members = [self.layout.rank_of(pipeline, data, tensor) for pipeline in ranks]
+                    group = dist.new_group(members)
+                    if dist.get_rank() in members:
+                        self._shared_groups[ranks] = group
+
+    def pipeline_subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Group made before by :meth:`pipeline_subgroups` that this rank is a member of."""
+        group = self._shared_groups[ranks]
+        assert group is not None
+        return group

@@ -1,0 +1,368 @@
+"""The pipeline engine: an ordinary module and its step, run as stages. Plain torch, usable without a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lnn_lightning.parallel.data.replicate import Replica
+from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.exchange import agree
+from lnn_lightning.parallel.layout import DATA, PIPELINE, Mesh
+from lnn_lightning.parallel.pipeline.forward import forward_only
+from lnn_lightning.parallel.pipeline.ownership import Ownership, find_ownership
+from lnn_lightning.parallel.pipeline.partition import partition
+from lnn_lightning.parallel.pipeline.plans import PlanBook
+from lnn_lightning.parallel.pipeline.residence import Residence
+from lnn_lightning.parallel.pipeline.schedules import Placement
+from lnn_lightning.parallel.pipeline.stage import WatchedStage
+from lnn_lightning.parallel.pipeline.weights import Weights, weigh
+from lnn_lightning.parallel.step.batch import batch_size_of, own_copy, split_batch
+from lnn_lightning.parallel.step.losses import counted_losses, whole_batch_losses
+from lnn_lightning.parallel.step.materialize import defer_meta_tensors
+from lnn_lightning.parallel.step.observer import StepObserver
+from lnn_lightning.parallel.step.plan import Plan
+from lnn_lightning.parallel.step.randomness import preserved_rng, seed_of
+from lnn_lightning.parallel.step.run import StepRunner
+from lnn_lightning.parallel.step.units import find_units
+
+Step = Callable[[Any], Any]
+_TRAINING, _EVALUATION = 0, 1
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """How the engine cuts and runs a step.
+
+    Attributes:
+        placement: schedule, ranks and stages on each.
+        microbatches: micro-batches a local batch is cut into for training; ``"auto"``: by the schedule.
+        evaluation_microbatches: the same without gradients. One gives exactly what one process gives.
+        split_points: names of the sub-modules that begin a stage; None: balanced by cost.
+    """
+
+    placement: Placement
+    microbatches: int | str = "auto"
+    evaluation_microbatches: int = 1
+    split_points: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave on this rank.
+
+    Attributes:
+        loss: loss of the whole batch; None but on the last stage's rank.
+        outputs: what the step returned for each micro-batch, in order; empty but on the last stage's rank.
+        weights: weight of each micro-batch.
+    """
+
+    loss: Tensor | None
+    outputs: list[Any]
+    weights: list[float]
+
+
+class PipelineEngine:
+    """Runs a module's own step as the stages of a pipeline.
+
+    Args:
+        root: the module; its sub-modules become the units.
+        settings: how to cut and run.
+        mesh: this process's place.
+        observer: told when a run of the step counts.
+        seed: seed of all random numbers drawn inside steps; equal on all ranks.
+    """
+
+    def __init__(
+        self, root: nn.Module, settings: PipelineSettings, mesh: Mesh, observer: StepObserver, seed: int = 0
+    ) -> None:
+        self.root, self.settings, self.mesh, self.observer, self.seed = root, settings, mesh, observer, seed
+        self.placement = settings.placement
+        self.rank = mesh.rank(PIPELINE)
+        self.last_rank = self.placement.rank_of(self.placement.num_stages - 1)
+        self.stages = self.placement.stages_of(self.rank)
+        self.steps_done = [0, 0]
+        self.residence: Residence
+        self._deferred = defer_meta_tensors(root)
+        units = find_units(root, self.placement.num_stages, settings.split_points)
+        self.book = PlanBook(root, units, self.placement.num_stages, observer)
+        modules = {name: root.get_submodule(name) for name in self.book.groups}
+        self._runner = StepRunner(root, modules)
+        self._schedules: dict[int, tuple[Any, list[WatchedStage]]] = {}
+        self._replica: Replica | None = None
+        self._current: _TrainStep | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank runs the last stage."""
+        return self.rank == self.last_rank
+
+    @property
+    def ownership(self) -> Ownership:
+        """Which stages hold what."""
+        return self.residence.ownership
+
+    # ---------------------------------------------------------------- setup
+
+    def prepare(self, kind: str, step: Step, batch: Any, training: bool) -> Plan:
+        """Traces a step, decides the stages and drops what lives elsewhere. Collective over all ranks.
+
+        Raises:
+            StepError: the step cannot be followed or cut (on all ranks).
+        """
+        device = torch.device("cpu")
+        error: BaseException | None = None
+        try:
+            microbatch = self.split(batch, training)[0]
+            was_training = self.root.training
+            self.root.train(training)
+            with torch.set_grad_enabled(training):
+                trace = self.book.trace(step, microbatch)
+            self.root.train(was_training)
+            sizes = {name: parameter.numel() for name, parameter in self.root.named_parameters()}
+            stage_of = partition(trace, sizes, self.placement.num_stages, self.settings.split_points)
+            decision = [(trace.names, stage_of)]
+        except Exception as caught:  # noqa: BLE001 - told to all ranks below
+            error = caught
+        world = dist.group.WORLD
+        comm_device = self._communication_device()
+        agree(error, world, comm_device)
+        dist.broadcast_object_list(decision, src=0, device=comm_device)
+        names, stage_of = decision[0]
+        try:
+            if names != trace.names:
+                raise StepError(
+                    f"The step calls {list(trace.names)} on rank {dist.get_rank()} and {list(names)} on rank 0: all ranks "
+                    "must run the same model and the same step."
+                )
+            ownership = find_ownership(self.root, self.book.units, trace, stage_of, self.placement.num_stages)
+        except Exception as caught:  # noqa: BLE001
+            error = caught
+        agree(error, world, comm_device)
+        self.book.decide(kind, names, stage_of, ownership)
+        self.residence = Residence(self.root, ownership, self.placement, self.mesh, self.book)
+        try:
+            self.residence.settle(self.seed if self._deferred else None)
+        except Exception as caught:  # noqa: BLE001
+            error = caught
+        agree(error, world, comm_device)
+        with torch.set_grad_enabled(training):
+            return Plan(trace, stage_of, self.book.cut(trace, stage_of), self.book.fake_mode, device)
+
+    def setup_training(self) -> None:
+        """Makes what training needs besides the module; call when parameters are on their device."""
+        if self.mesh.size(DATA) == 1:
+            return
+        trainable = [parameter for parameter in self.residence.parameters() if parameter.requires_grad]
+        if self._replica is None or [*self._replica.parameters] != trainable:
+            self._replica = Replica(trainable, self.mesh.group(DATA)) if trainable else None
+
+    def split(self, batch: Any, training: bool) -> list[Any]:
+        """The micro-batches of a local batch."""
+        if training:
+            count = self.placement.microbatches(batch_size_of(batch), self.settings.microbatches)
+        elif self.settings.evaluation_microbatches == 1:
+            count = 1
+        else:
+            count = self.placement.microbatches(batch_size_of(batch), self.settings.evaluation_microbatches)
+        return split_batch(batch, count)
+
+    # ---------------------------------------------------------------- training
+
+    def train_step(self, kind: str, step: Step, batch: Any, device: torch.device, scale: float, sync: bool) -> StepResult:
+        """Forward and backward of all micro-batches by the schedule; gradients are added to ``parameter.grad``.
+
+        Args:
+            kind: name of the step, for messages.
+            step: the user's step on a micro-batch; returns a loss or a dict with one.
+            batch: the local batch.
+            device: device of the values.
+            scale: factor on the loss within (loss scaling, accumulation); the result's loss is without it.
+            sync: reduce the gradients over data ranks and stages that share parameters behind this step.
+
+        Raises:
+            StepError: the step cannot be run as planned.
+        """
+        current = _TrainStep(self, kind, step, batch, device, scale)
+        self._current = current
+        if sync:
+            self.setup_training()
+            if self._replica is not None:
+                self._replica.begin()
+        self._armable = sync and self.placement.num_stages == 1
+        schedule, stages = self._schedule(current.plans, device)
+        try:
+            with preserved_rng(device), self._runner.opened():
+                current.weigh()
+                for stage in stages:
+                    stage.load(current.plans)
+                index = torch.arange(len(current.plans))
+                schedule.step(mb=index, target=index, losses=[], return_outputs=False)
+        finally:
+            self._current = None
+        if sync:
+            if self._replica is not None:
+                self._replica.finish()
+            self.residence.sum_shared_gradients()
+        self.steps_done[_TRAINING] += 1
+        return current.result()
+
+    def _schedule(self, plans: Sequence[Plan], device: torch.device) -> tuple[Any, list[WatchedStage]]:
+        count = len(plans)
+        if count not in self._schedules:
+            stages = [
+                WatchedStage(
+                    stage,
+                    plans[0],
+                    self._run_stage,
+                    self.residence.parameters(stage),
+                    device,
+                    self.mesh.group(PIPELINE),
+                    self._before_last_backward,
+                )
+                for stage in self.stages
+            ]
+            self._schedules[count] = (self.placement.build(stages, count), stages)
+        return self._schedules[count]
+
+    def _before_last_backward(self, outputs: Any) -> None:
+        if self._armable and self._replica is not None:
+            self._replica.arm(outputs)
+
+    def _run_stage(self, stage: int, received: Sequence[Tensor], index: int) -> Any:
+        assert self._current is not None
+        return self._current.run(stage, received, index)
+
+    def seed_for(self, phase: int, index: int) -> int:
+        """Seed of a micro-batch of the current step."""
+        return seed_of(self.seed, phase, self.steps_done[phase], self.mesh.rank(DATA), index)
+
+    # ---------------------------------------------------------------- without gradients
+
+    def forward_step(self, kind: str, step: Step, batch: Any, device: torch.device) -> StepResult:
+        """Forward of all micro-batches; the step's results are on the last stage's rank."""
+        parts = self.split(batch, training=False)
+        plans = [self.book.plan(kind, step, part, device) for part in parts]
+        outputs: list[Any] = []
+
+        def run(stage: int, received: Sequence[Tensor], index: int) -> tuple[Tensor, ...]:
+            last = stage == self.placement.num_stages - 1
+            part = own_copy(parts[index]) if plans[index].trace.mutates_batch else parts[index]
+            with self.observer.recording(index) if last else self.observer.passing(undo=self.is_last):
+                seed = self.seed_for(_EVALUATION, index)
+                sent, result = self._runner.run_stage(plans[index], stage, received, lambda: step(part), seed)
+            if last:
+                outputs.append(result)
+            return sent
+
+        with preserved_rng(device), self._runner.opened():
+            forward_only(plans, self.placement, self.rank, run, self.mesh.group(PIPELINE), device)
+        self.steps_done[_EVALUATION] += 1
+        return StepResult(None, outputs, [1 / len(parts)] * len(parts))
+
+    @contextmanager
+    def absent_step(self, kind: str, step: Step, batch: Any, device: torch.device) -> Iterator[Any]:
+        """Every unit is absent inside, but within :meth:`suspended`; yields a micro-batch to run the step on."""
+        part = self.split(batch, training=True)[0]
+        plan = self.book.plan(kind, step, part, device)
+        with preserved_rng(device), self._runner.opened():
+            with self._runner.all_absent(plan, self.seed_for(_TRAINING, 0)):
+                yield part
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Steps may be run inside of :meth:`absent_step`."""
+        return self._runner.suspended()
+
+    def _communication_device(self) -> torch.device:
+        if dist.get_backend() == "gloo":
+            return torch.device("cpu")
+        return torch.device(self.mesh.device_mesh.device_type, torch.accelerator.current_device_index())
+
+
+class _TrainStep:
+    """The step in progress: micro-batches, their plans and weights, and what the last stage gave."""
+
+    def __init__(
+        self, engine: PipelineEngine, kind: str, step: Step, batch: Any, device: torch.device, scale: float
+    ) -> None:
+        self.engine, self.kind, self.step, self.batch, self.device, self.scale = engine, kind, step, batch, device, scale
+        self.parts = engine.split(batch, training=True)
+        self.plans = [engine.book.plan(kind, step, part, device) for part in self.parts]
+        self.weights = Weights(1.0)
+        self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, Any] = {}
+        self.counts: list[list[Tensor]] = []
+
+    def weigh(self) -> None:
+        engine = self.engine
+        if engine.is_last:
+            group = engine.mesh.group(DATA)
+            self.weights = weigh(self.batch, self.parts, self.plans, self._dry_run, group, self.device)
+
+    @contextmanager
+    def _dry_run(self, index: int) -> Iterator[Callable[[], Any]]:
+        engine = self.engine
+        with engine.observer.muted():
+            with engine._runner.all_absent(self.plans[index], engine.seed_for(_TRAINING, index)):
+                yield lambda: self.step(self._part(index, copy=True))
+
+    def _part(self, index: int, copy: bool) -> Any:
+        return own_copy(self.parts[index]) if copy and self.plans[index].trace.mutates_batch else self.parts[index]
+
+    def run(self, stage: int, received: Sequence[Tensor], index: int) -> Any:
+        engine, plan = self.engine, self.plans[index]
+        last = stage == plan.num_stages - 1
+        part = self._part(index, copy=True)
+        with ExitStack() as stack:
+            observer = engine.observer
+            stack.enter_context(observer.recording(index) if last else observer.passing(undo=engine.is_last))
+            if last:
+                stack.enter_context(self._losses(index))
+            seed = engine.seed_for(_TRAINING, index)
+            sent, result = engine._runner.run_stage(plan, stage, received, lambda: self.step(part), seed)
+        if not last:
+            # torch detaches the outputs in place after the input backward, also where their own node saved them
+            return tuple(value.clone() for value in sent) if engine.placement.kind.splits_backward else sent
+        loss = self._loss_of(result, index)
+        self.losses[index] = loss.detach()
+        self.outputs[index] = {k: v for k, v in result.items() if k != "loss"} if isinstance(result, dict) else None
+        return (loss * (self.weights.microbatch * self.scale)).clone()
+
+    def _losses(self, index: int) -> Any:
+        if self.weights.losses is not None:
+            return whole_batch_losses(self.weights.losses[index])
+        if self.plans[index].trace.tail_error is not None and len(self.parts) * self.engine.mesh.size(DATA) > 1:
+            self.counts.append([])
+            return counted_losses(self.counts[-1])
+        return nullcontext()
+
+    def _loss_of(self, result: Any, index: int) -> Tensor:
+        loss = result.get("loss") if isinstance(result, dict) else result
+        if not isinstance(loss, Tensor):
+            raise StepError(
+                f"{self.kind} returned {'None' if loss is None else repr(type(loss).__name__)} for micro-batch {index} of "
+                f"{len(self.parts)}; under a pipeline it must return a loss tensor (or a dict with 'loss') for every "
+                "micro-batch. Return a loss of zero that depends on the outputs instead of skipping."
+            )
+        if isinstance(loss, torch._subclasses.FakeTensor):
+            raise StepError(f"The loss of {self.kind} was computed from values that are not on the last stage.")
+        return loss
+
+    def result(self) -> StepResult:
+        count = len(self.parts)
+        if not self.engine.is_last:
+            return StepResult(None, [], [1 / count] * count)
+        if self.counts and any(not torch.equal(torch.stack(c), torch.stack(self.counts[0])) for c in self.counts if c):
+            raise StepError(
+                f"{self.kind} uses a mean loss with different numbers of valid targets in its micro-batches, and could not "
+                f"be followed to count them beforehand ({self.plans[0].trace.tail_error}). Set `microbatches=1`."
+            )
+        losses = [self.losses[index] for index in range(count)]
+        total = torch.stack([loss.double() for loss in losses]).sum() * self.weights.microbatch
+        return StepResult(total.to(losses[0].dtype), [self.outputs[i] for i in range(count)], [1 / count] * count)

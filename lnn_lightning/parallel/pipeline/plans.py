@@ -1,0 +1,108 @@
+"""Plans for every kind of step and every shape of batch, traced when first seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.pipeline.ownership import Ownership
+from lnn_lightning.parallel.pipeline.partition import live_values
+from lnn_lightning.parallel.step.batch import own_copy, signature_of
+from lnn_lightning.parallel.step.observer import StepObserver
+from lnn_lightning.parallel.step.plan import Plan
+from lnn_lightning.parallel.step.randomness import preserved_rng
+from lnn_lightning.parallel.step.shapes import ShapeRule
+from lnn_lightning.parallel.step.trace import Key, Trace, trace_step
+from lnn_lightning.parallel.step.tree import tree_tensors
+from lnn_lightning.parallel.step.units import Units, is_stateful
+
+
+class PlanBook:
+    """Traces steps and keeps their plans.
+
+    Args:
+        root: the module whose sub-modules are the units.
+        units: its units.
+        num_stages: stages of the pipeline.
+        observer: mutes the step while it is traced.
+    """
+
+    def __init__(self, root: nn.Module, units: Units, num_stages: int, observer: StepObserver) -> None:
+        self.root, self.units, self.num_stages = root, units, num_stages
+        self.groups = unit_groups(root, units)
+        self.tracing = False
+        self._observer = observer
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._rules: dict[str, ShapeRule] = {}
+        self._plans: dict[Any, Plan] = {}
+        self._ownership: Ownership | None = None
+        self._reference: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+
+    def trace(self, step: Callable[[Any], Any], batch: Any) -> Trace:
+        """Follows ``step(batch)``; leaves nothing behind."""
+        device = next(iter([tensor.device for tensor in tree_tensors(batch)]), torch.device("cpu"))
+        self.tracing = True
+        try:
+            with preserved_rng(device):
+                return trace_step(
+                    self.root, self.groups, step, own_copy(batch), self._observer.muted, self._rules, self.fake_mode
+                )
+        finally:
+            self.tracing = False
+
+    def decide(self, kind: str, names: tuple[str, ...], stage_of: Sequence[int], ownership: Ownership) -> None:
+        """Fixes where the calls of a kind of step run and where the units live."""
+        self._ownership = ownership
+        self._reference[kind] = (names, tuple(stage_of))
+
+    def plan(self, kind: str, step: Callable[[Any], Any], batch: Any, device: torch.device) -> Plan:
+        """Plan of a step for batches of this shape, traced if none is known."""
+        key = (kind, self.root.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), device, signature_of(batch))
+        if key not in self._plans:
+            trace = self.trace(step, batch)
+            stage_of = self._assign(kind, trace)
+            self._plans[key] = Plan(trace, stage_of, self.cut(trace, stage_of), self.fake_mode, device)
+        return self._plans[key]
+
+    def cut(self, trace: Trace, stage_of: Sequence[int]) -> tuple[tuple[Key, ...], ...]:
+        """Values that cross from each stage to the next."""
+        return live_values(trace, stage_of, self.num_stages)
+
+    def _assign(self, kind: str, trace: Trace) -> tuple[int, ...]:
+        """Stage of each call, given where the units live."""
+        for names, stage_of in self._reference.values():
+            if names == trace.names:
+                return stage_of
+        assert self._ownership is not None
+        stages: list[int] = []
+        current = 0
+        for call in trace.calls:
+            possible = [stage for stage in sorted(self._ownership.units[call.group]) if stage >= current]
+            if not possible:
+                raise StepError(
+                    f"{kind} calls {call.unit!r}, which lives on pipeline stage "
+                    f"{max(self._ownership.units[call.group])}, after {trace.calls[call.index - 1].unit!r} on stage "
+                    f"{current}: it goes through the pipeline more than once, or in another order than the step the "
+                    "stages were made for. Run one pass through the blocks a step, or train without a pipeline "
+                    "(pipeline_parallel_size=1)."
+                )
+            current = possible[0]
+            stages.append(current)
+        self._reference.setdefault(kind, (trace.names, tuple(stages)))
+        return tuple(stages)
+
+
+def unit_groups(root: nn.Module, units: Units) -> dict[str, str]:
+    """Everything that counts as a unit when glue calls it -> the maximal unit it belongs to."""
+    first_names = {id(module): name for name, module in root.named_modules()}
+    groups: dict[str, str] = {}
+    for unit in units.names:
+        for module in root.get_submodule(unit).modules():
+            if is_stateful(module):
+                groups.setdefault(first_names[id(module)], unit)
+    return groups

@@ -1,0 +1,171 @@
+"""What lives on this rank: dropping the rest, keeping shared tensors equal, collecting the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.layout import DATA, PIPELINE, Mesh
+from lnn_lightning.parallel.pipeline.ownership import Ownership
+from lnn_lightning.parallel.pipeline.plans import PlanBook
+from lnn_lightning.parallel.pipeline.schedules import Placement
+from lnn_lightning.parallel.step.materialize import materialize
+from lnn_lightning.parallel.step.standin import has_stand_ins, is_stand_in, named_tensors, replace_tensors, stand_in_for
+
+
+class Residence:
+    """The part of a module that this rank holds.
+
+    Args:
+        root: the module.
+        ownership: stages of every tensor and unit.
+        placement: ranks of the stages.
+        mesh: this process's place.
+        book: told apart from use by mistake, tracing may run units that are not here.
+    """
+
+    def __init__(self, root: nn.Module, ownership: Ownership, placement: Placement, mesh: Mesh, book: PlanBook) -> None:
+        self.root, self.ownership, self.placement, self.mesh, self._book = root, ownership, placement, mesh, book
+        self._rank = mesh.rank(PIPELINE)
+        self._guards: list[Any] = []
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """Places along the pipeline that hold a parameter or buffer, in order."""
+        return tuple(sorted({self.placement.rank_of(stage) for stage in self.ownership.tensors[name]}))
+
+    def lives_here(self, name: str) -> bool:
+        """Whether this rank holds a parameter or buffer."""
+        return self._rank in self.ranks_of(name)
+
+    def settle(self, seed: int | None) -> None:
+        """Drops what lives elsewhere, makes deferred tensors real (given a seed), and makes copies equal.
+
+        Collective over all ranks.
+        """
+        replace_tensors(self.root, lambda name, t: t if self.lives_here(name) or is_stand_in(t) else stand_in_for(t))
+        if seed is not None:
+            materialize(self.root, self.lives_here, seed)
+        for name, module in self.root.named_modules():
+            if any(is_stand_in(t) for t in [*module._parameters.values(), *module._buffers.values()]):
+                self._guards.append(module.register_forward_pre_hook(self._guard(name)))
+        self.mesh.pipeline_subgroups(self.ranks_of(name) for name, _ in named_tensors(self.root))
+        self._make_equal()
+
+    def _make_equal(self) -> None:
+        """Copies of a tensor start from those of the first data rank and the first stage that has it."""
+        data_group = self.mesh.group(DATA)
+        device = self.mesh.device_mesh.device_type
+        for name, tensor in named_tensors(self.root):
+            if not self.lives_here(name) or tensor.is_meta:
+                continue
+            value = tensor.detach().to(device).contiguous()
+            ranks = self.ranks_of(name)
+            if len(ranks) > 1:
+                group = self.mesh.pipeline_subgroup(ranks)
+                dist.broadcast(value, group=group, group_src=0)
+            if self.mesh.size(DATA) > 1:
+                dist.broadcast(value, group=data_group, group_src=0)
+            tensor.detach().copy_(value)
+
+    def _guard(self, name: str) -> Callable[..., None]:
+        stages = sorted({s for n, t in named_tensors(self.root.get_submodule(name)) for s in self._stages(name, n)})
+
+        def refuse(module: nn.Module, args: Any) -> None:
+            if not self._book.tracing:
+                raise StepError(
+                    f"{name!r} ({type(module).__name__}) is not on this process: it lives on pipeline stage "
+                    f"{', '.join(map(str, stages))} and this is pipeline rank {self._rank}. Use it through the Trainer, or "
+                    "load `strategy.full_state_dict()` into a module of your own."
+                )
+
+        return refuse
+
+    def _stages(self, module: str, tensor: str) -> frozenset[int]:
+        return self.ownership.tensors.get(f"{module}.{tensor}", frozenset())
+
+    def parameters(self, stage: int | None = None) -> list[nn.Parameter]:
+        """Parameters on this rank, or those of one of its stages, each once and in the user's order."""
+        return [
+            parameter
+            for name, parameter in self.root.named_parameters()
+            if self.lives_here(name) and (stage is None or stage in self.ownership.tensors[name])
+        ]
+
+    def counts_here(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank is the one that counts a parameter, where several hold it."""
+        if not hasattr(self, "_counted"):
+            named = {id(p): name for name, p in self.root.named_parameters()}
+            self._counted = {key for key, name in named.items() if self.ranks_of(name)[0] == self._rank}
+        return id(parameter) in self._counted
+
+    def sum_shared_gradients(self) -> None:
+        """Adds up the gradients of parameters that several ranks of the pipeline use."""
+        for name, parameter in self.root.named_parameters():
+            ranks = self.ranks_of(name)
+            if len(ranks) == 1 or self._rank not in ranks or not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=self.mesh.pipeline_subgroup(ranks))
+
+    def synchronize_buffers(self) -> None:
+        """Gives all data ranks the buffers of the first, as DistributedDataParallel does before each forward."""
+        if self.mesh.size(DATA) == 1:
+            return
+        for name, buffer in self.root.named_buffers():
+            if self.lives_here(name) and buffer.is_floating_point():
+                dist.broadcast(buffer, group=self.mesh.group(DATA), group_src=0)
+
+    def own_keys(self) -> list[str]:
+        """Keys of the module's state dict that this rank is responsible for."""
+        first = {id(t): name for name, t in named_tensors(self.root)}
+        tensors = {key: t for key, t in _tensors_by_all_names(self.root)}
+        keys = []
+        for key in self.root.state_dict():
+            tensor = tensors.get(key)
+            name = first.get(id(tensor)) if tensor is not None else None
+            if name is None or self.lives_here(name):
+                keys.append(key)
+        return keys
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole state dict on every rank, on the CPU. Collective over the pipeline's ranks."""
+        group = self.mesh.group(PIPELINE)
+        first = {id(t): name for name, t in named_tensors(self.root)}
+        tensors = dict(_tensors_by_all_names(self.root))
+        device = self.mesh.device_mesh.device_type
+        full: dict[str, Tensor] = {}
+        for key, value in self.root.state_dict().items():
+            if not isinstance(value, Tensor):
+                full[key] = value
+                continue
+            name = first.get(id(tensors.get(key)))
+            ranks = self.ranks_of(name) if name is not None else (0,)
+            source = ranks[-1] if name is not None and name not in dict(self.root.named_parameters()) else ranks[0]
+            here = source == self._rank
+            whole = value.detach().to(device).contiguous() if here else torch.empty(value.shape, dtype=value.dtype, device=device)
+            dist.broadcast(whole, group=group, group_src=source)
+            full[key] = whole.cpu().clone()
+        return full
+
+    def describe(self, names: Sequence[str]) -> int:
+        """Elements of the parameters among ``names``."""
+        sizes = {name: p.numel() for name, p in self.root.named_parameters()}
+        return sum(sizes.get(name, 0) for name in names)
+
+
+def has_foreign_parts(module: nn.Module) -> bool:
+    """Whether a part of the module lives on another rank."""
+    return has_stand_ins(module)
+
+
+def _tensors_by_all_names(root: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    ]

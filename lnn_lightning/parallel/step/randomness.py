@@ -1,0 +1,95 @@
+"""Random numbers that do not depend on the layout.
+
+Every random operation of a step draws from a state that follows from the seed of the run, the step, the data rank, the
+micro-batch and the place in the step, never from what ran before on this rank. So a stage that recomputes glue code sees
+the mask another stage saw, and dropout is the same for one stage and for four.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+
+def seed_of(*numbers: int) -> int:
+    """A 63-bit seed from whole numbers."""
+    digest = hashlib.blake2b(b"".join(n.to_bytes(16, "little", signed=True) for n in numbers), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def preserved_rng(device: torch.device) -> Iterator[None]:
+    """Puts the global random states (torch, Python, numpy) back on exit."""
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=_forkable(device)):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+
+
+def _forkable(device: torch.device) -> str:
+    return device.type if device.type != "cpu" else "cuda"
+
+
+def reseed(seed: int) -> None:
+    """Seeds all global generators."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def is_random(func: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+class GlueRandomness(TorchDispatchMode):
+    """Seeds each random operation outside the units by its number in the run of the step.
+
+    Operations on absent values are counted too, so the numbers agree between stages.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_random(func):
+            self._count += 1
+            seed = seed_of(self._seed, self._count)
+            torch.manual_seed(seed)
+            if (generator := kwargs.get("generator")) is not None:
+                generator.manual_seed(seed)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Steps aside inside a unit, which is seeded as a whole."""
+        if _get_current_dispatch_mode() is not self:
+            yield
+            return
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+
+def glue_randomness(seed: int | None) -> Any:
+    """Context for the glue code of one run; a no-op without a seed."""
+    return GlueRandomness(seed) if seed is not None else nullcontext()

@@ -1,0 +1,401 @@
+"""The traced step: which units are called in which order, and which values flow between them.
+
+The user's own step runs once with every unit computed on fake tensors (shapes without data). Glue runs as it is: on real
+values where they follow from the batch alone, on fake ones behind the first unit. A dispatch mode notes for every storage
+which unit outputs, and which parameters used by the glue, it derives from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.step.losses import LossCall, watch_losses
+from lnn_lightning.parallel.step.randomness import is_random
+from lnn_lightning.parallel.step.shapes import ShapeRule, learn_output
+from lnn_lightning.parallel.step.standin import is_stand_in
+from lnn_lightning.parallel.step.tree import Unflatten, tree_flatten, tree_leaves
+from lnn_lightning.parallel.step.patching import patched_calls
+
+Key = tuple[int, int]
+"""(number of the call, number of the output leaf); leaf -1 stands for a value that left the unit another way."""
+HIDDEN = -1
+Dependency = Union[Key, str]
+"""A unit output, or the name of a parameter that glue code uses."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a tensor before it exists."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass
+class Call:
+    """One call of a unit, in the order of the step.
+
+    Attributes:
+        index: number of the call.
+        unit: name of the called module.
+        group: name of the maximal unit it belongs to.
+        outputs: a :class:`TensorInfo` for a tensor leaf, the value itself for others.
+        aliases: output leaf -> input leaf that it is the very same object as.
+        unflatten: builds the result from its leaves.
+        needs: unit outputs its arguments derive from.
+        parameters: names of parameters it uses: its own, and those that glue used for its arguments.
+        glue_parameters: the latter alone.
+        flops: floating-point operations of the forward.
+        random: whether it draws random numbers.
+    """
+
+    index: int
+    unit: str
+    group: str
+    outputs: list[Any] = field(default_factory=list)
+    aliases: dict[int, int] = field(default_factory=dict)
+    unflatten: Unflatten | None = None
+    needs: frozenset[Key] = frozenset()
+    parameters: frozenset[str] = frozenset()
+    glue_parameters: frozenset[str] = frozenset()
+    flops: int = 0
+    random: bool = False
+
+
+@dataclass
+class Trace:
+    """A followed step.
+
+    Attributes:
+        calls: unit calls in order.
+        tail: unit outputs that the rest of the step (behind the last call) and its logged values derive from.
+        tail_parameters: names of parameters the tail uses.
+        everywhere: parameters whose value became a Python number in glue: needed on every stage.
+        mutated: unit outputs that glue or a later unit changes in place.
+        glue_random: glue code draws random numbers.
+        mutates_batch: the step changes the batch in place.
+        losses: mean cross entropies seen, with where their targets come from.
+        tail_error: why the tail could not be followed (None: it was).
+    """
+
+    calls: list[Call]
+    tail: frozenset[Key] = frozenset()
+    tail_parameters: frozenset[str] = frozenset()
+    everywhere: frozenset[str] = frozenset()
+    mutated: frozenset[Key] = frozenset()
+    glue_random: bool = False
+    mutates_batch: bool = False
+    losses: list[LossCall] = field(default_factory=list)
+    tail_error: Exception | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the called units in order."""
+        return tuple(call.unit for call in self.calls)
+
+
+class _Tracker(TorchDispatchMode):
+    """Keeps for each storage what it derives from; passive while a unit runs."""
+
+    def __init__(self, parameters: dict[int, str], batch_storages: dict[int, int]) -> None:
+        super().__init__()
+        self.parameters = parameters
+        self.batch_storages = batch_storages
+        self.mutates_batch = False
+        self.derived: dict[int, frozenset[Dependency]] = {}
+        self.alive: list[Any] = []
+        self.inside = False
+        self.random = False
+        self.everywhere: set[str] = set()
+        self.mutated: set[Key] = set()
+        self.since_last_call: set[Dependency] = set()
+
+    def of(self, tree: Any) -> frozenset[Dependency]:
+        result: frozenset[Dependency] = frozenset()
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor):
+                result |= self.of_tensor(leaf)
+        return result
+
+    def of_tensor(self, tensor: Tensor) -> frozenset[Dependency]:
+        address = _address(tensor)
+        found = self.derived.get(address, frozenset())
+        if (name := self.parameters.get(address)) is not None:
+            found |= {name}
+        return found
+
+    def add(self, tensor: Tensor, dependencies: frozenset[Dependency]) -> None:
+        address = _address(tensor)
+        if address not in self.derived:
+            self.alive.append(tensor.untyped_storage())
+        self.derived[address] = self.derived.get(address, frozenset()) | dependencies
+
+    def note_batch_write(self, tensor: Any) -> None:
+        self.mutates_batch |= isinstance(tensor, Tensor) and _address(tensor) in self.batch_storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.inside:
+            return func(*args, **kwargs)
+        dependencies = self.of((args, kwargs))
+        written = list(_written_arguments(func, args, kwargs))
+        out = func(*args, **kwargs)
+        self.random |= is_random(func)
+        for argument in written:
+            self.note_batch_write(argument)
+        if dependencies:
+            self.since_last_call |= dependencies
+            for argument in written:
+                self.mutated |= {key for key in self.of_tensor(argument) if isinstance(key, tuple)}
+                self.add(argument, dependencies)
+            tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            for tensor in tensors:
+                self.add(tensor, dependencies)
+            if not tensors:
+                self.everywhere |= {name for name in dependencies if isinstance(name, str)}
+        return out
+
+
+class _Inside(TorchDispatchMode):
+    """What happens within one unit call."""
+
+    def __init__(self, tracker: _Tracker, given: set[int]) -> None:
+        super().__init__()
+        self.tracker = tracker
+        self.given = given
+        self.flops = 0
+        self.random = False
+        self.used: set[str] = set()
+        self.changed: set[int] = set()
+        self.made: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and (name := self.tracker.parameters.get(_address(leaf))) is not None:
+                self.used.add(name)
+        self.changed |= {_address(argument) for argument in _written_arguments(func, args, kwargs)} & self.given
+        out = func(*args, **kwargs)
+        self.random |= is_random(func)
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            try:
+                self.flops += int(formula(*args, **kwargs, out_val=out))
+            except Exception:  # noqa: BLE001 - a formula that does not know this form of the operator
+                pass
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, FakeTensor) and (address := _address(leaf)) not in self.given:
+                self.made[address] = leaf.untyped_storage()
+        return out
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:  # sparse tensors and the like have no storage
+        return id(tensor)
+
+
+def _written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    if not func._schema.is_mutable:
+        return
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+class _Recorder:
+    """Answers unit calls while tracing."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        groups: dict[str, str],
+        tracker: _Tracker,
+        fake_mode: FakeTensorMode,
+        rules: dict[str, ShapeRule],
+    ) -> None:
+        self.root, self.groups, self.tracker, self.fake_mode, self.rules = root, groups, tracker, fake_mode, rules
+        self.names = {id(p): name for name, p in root.named_parameters()}
+        self.calls: list[Call] = []
+
+    def enter(self, name: str, unit: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        tracker = self.tracker
+        if tracker.inside:
+            return original(*args, **kwargs)
+        call = Call(len(self.calls), name, self.groups[name])
+        self.calls.append(call)
+        dependencies = tracker.of((args, kwargs))
+        leaves, unflatten = tree_flatten((args, kwargs))
+        tracker.inside = True
+        try:
+            fakes = [self._fake(leaf) for leaf in leaves]
+            inside = _Inside(tracker, {_address(leaf) for leaf in fakes if isinstance(leaf, Tensor)})
+            fake_args, fake_kwargs = unflatten(fakes)
+            out = self._run(name, unit, original, fake_args, fake_kwargs, inside)
+        finally:
+            tracker.inside = False
+        call.needs = frozenset(key for key in dependencies if isinstance(key, tuple))
+        call.glue_parameters = frozenset(key for key in dependencies if isinstance(key, str))
+        own = {self.names[id(p)] for p in unit.parameters() if id(p) in self.names}
+        call.parameters = call.glue_parameters | own | inside.used
+        call.flops, call.random = inside.flops, inside.random
+        changed = self._note_mutations(call, leaves, fakes, inside)
+        for address, storage in inside.made.items():
+            tracker.derived[address] = tracker.derived.get(address, frozenset()) | {(call.index, HIDDEN)}
+            tracker.alive.append(storage)
+        result = self._note_outputs(call, out, leaves, fakes, changed)
+        tracker.since_last_call = set()
+        return result
+
+    def _run(self, name: str, unit: nn.Module, original: Any, args: Any, kwargs: Any, inside: _Inside) -> Any:
+        try:
+            with self.fake_mode, inside:
+                return original(*args, **kwargs)
+        except StepError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a data-dependent block raises on fake tensors
+            inside.random = True
+            out, rule = learn_output(name, unit, original, args, kwargs, self.fake_mode, self.rules.get(name), error)
+            self.rules[name] = rule
+            inside.flops = rule.flops
+            return out
+
+    def _fake(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        if isinstance(leaf, nn.Parameter):
+            return leaf
+        return self.fake_mode.from_tensor(leaf, static_shapes=True)
+
+    def _note_mutations(self, call: Call, leaves: list[Any], fakes: list[Any], inside: _Inside) -> set[int]:
+        """Ids of the inputs the unit changed in place; what is read of them later left the unit by a side door."""
+        changed: set[int] = set()
+        keys: set[Key] = set()
+        for leaf, fake in zip(leaves, fakes, strict=True):
+            if isinstance(fake, FakeTensor) and _address(fake) in inside.changed:
+                self.tracker.note_batch_write(leaf)
+                changed.add(id(fake))
+                keys |= {key for key in self.tracker.of_tensor(leaf) if isinstance(key, tuple)}
+                self.tracker.add(leaf, frozenset({(call.index, HIDDEN)}))
+        self.tracker.mutated |= keys
+        return changed
+
+    def _note_outputs(self, call: Call, out: Any, leaves: list[Any], fakes: list[Any], changed: set[int]) -> Any:
+        outputs, call.unflatten = tree_flatten(out)
+        position = {
+            id(fake): index for index, fake in enumerate(fakes) if isinstance(fake, Tensor) and id(fake) not in changed
+        }
+        result = []
+        for index, leaf in enumerate(outputs):
+            if not isinstance(leaf, Tensor):
+                call.outputs.append(leaf)
+                result.append(leaf)
+                continue
+            call.outputs.append(TensorInfo(tuple(leaf.shape), leaf.dtype, leaf.requires_grad))
+            if (source := position.get(id(leaf))) is not None:
+                call.aliases[index] = source
+                result.append(leaves[source])
+                continue
+            self.tracker.inside = True
+            with self.fake_mode:  # a storage of its own, so that what derives from it can be told apart
+                fresh = leaf.clone()
+            self.tracker.inside = False
+            self.tracker.add(fresh, frozenset({(call.index, index)}))
+            result.append(fresh)
+        return call.unflatten(result)
+
+
+def trace_step(
+    root: nn.Module,
+    groups: dict[str, str],
+    step: Callable[[Any], Any],
+    batch: Any,
+    watch: Callable[[Callable[[Any], None]], Any],
+    rules: dict[str, ShapeRule],
+    fake_mode: FakeTensorMode,
+) -> Trace:
+    """Runs ``step(batch)`` once without computing any unit.
+
+    Args:
+        root: the module the units belong to.
+        groups: every module that counts as a unit when it is called from glue -> the maximal unit it belongs to.
+        step: the user's step.
+        batch: one micro-batch.
+        watch: makes a context in which logging is muted; what would be logged is passed to the given function.
+        rules: output shapes of units that cannot run on fake tensors; learnt ones are added.
+        fake_mode: mode of the fake tensors; must allow real inputs.
+
+    Raises:
+        StepError: the step called no unit, or failed before its last unit.
+    """
+    batch_storages = {_address(leaf): index for index, leaf in enumerate(tree_leaves(batch)) if isinstance(leaf, Tensor)}
+    tracker = _Tracker({_address(p): name for name, p in root.named_parameters()}, batch_storages)
+    recorder = _Recorder(root, groups, tracker, fake_mode, rules)
+    logged: set[Dependency] = set()
+    error: Exception | None = None
+    losses: list[LossCall] = []
+    units = {name: root.get_submodule(name) for name in groups}
+    with _kept_buffers(root), tracker, patched_calls(units, recorder.enter):
+        with watch(lambda value: logged.update(tracker.of(value))), watch_losses(losses, batch_storages, tracker):
+            try:
+                tail = tracker.of(step(batch))
+            except StepError:
+                raise
+            except Exception as caught:  # noqa: BLE001 - the tail may do anything with values that are not there
+                error, tail = caught, frozenset()
+    if not recorder.calls:
+        if error is not None:
+            raise error
+        raise StepError(
+            f"{type(root).__name__}'s step calls no sub-module with parameters, so there is nothing to cut into stages."
+        )
+    everything = tail | tracker.since_last_call | logged
+    if error is not None:
+        everything |= {(len(recorder.calls) - 1, i) for i, _ in enumerate(recorder.calls[-1].outputs)}
+    return Trace(
+        calls=recorder.calls,
+        tail=frozenset(key for key in everything if isinstance(key, tuple)),
+        tail_parameters=frozenset(name for name in everything if isinstance(name, str)),
+        everywhere=frozenset(tracker.everywhere),
+        mutated=frozenset(tracker.mutated),
+        glue_random=tracker.random,
+        mutates_batch=tracker.mutates_batch,
+        losses=losses,
+        tail_error=error,
+    )
+
+
+@contextmanager
+def _kept_buffers(root: nn.Module) -> Iterator[None]:
+    """Glue is real while tracing: buffers it changes are put back."""
+    before = [(module, dict(module._buffers)) for module in root.modules() if module._buffers]
+    copies = {
+        id(tensor): (tensor, tensor._version, tensor.clone())
+        for _, store in before
+        for tensor in store.values()
+        if tensor is not None and not is_stand_in(tensor) and not tensor.is_inference()
+    }
+    try:
+        yield
+    finally:
+        for module, store in before:
+            for name, tensor in store.items():
+                module._buffers[name] = tensor
+                if tensor is not None and id(tensor) in copies:
+                    original, version, copy = copies[id(tensor)]
+                    if original._version != version:
+                        with torch.no_grad():
+                            original.copy_(copy)

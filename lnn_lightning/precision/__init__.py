@@ -1,0 +1,23 @@
+"""Precision plugins that agree over the mesh: clipping by one norm, loss scaling by one scale."""
+
+from lnn_lightning.precision.agreement import MeshAgreement
+from lnn_lightning.precision.plugins import (
+    MeshDoublePrecision,
+    MeshHalfPrecision,
+    MeshMixedPrecision,
+    MeshPrecision,
+    loss_scale,
+    mesh_precision,
+)
+from lnn_lightning.precision.scaler import MeshGradScaler
+
+__all__ = [
+    "MeshAgreement",
+    "MeshDoublePrecision",
+    "MeshGradScaler",
+    "MeshHalfPrecision",
+    "MeshMixedPrecision",
+    "MeshPrecision",
+    "loss_scale",
+    "mesh_precision",
+]

@@ -1,0 +1,29 @@
+"""What a precision plugin must know of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def _always(parameter: Tensor) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class MeshAgreement:
+    """Whom the ranks ask before they clip gradients or skip a step; by default nobody, as on one process.
+
+    Attributes:
+        groups: process groups over which gradient norms are summed and overflows are agreed on.
+        counted: whether a parameter counts in the norm here; one of the ranks that share it counts it.
+        device: where a rank without gradients communicates.
+    """
+
+    groups: tuple[ProcessGroup, ...] = ()
+    counted: Callable[[Tensor], bool] = _always
+    device: torch.device = torch.device("cpu")

@@ -1,0 +1,1 @@
+"""The strategies that users name in ``Trainer(strategy=...)``."""

@@ -1,0 +1,185 @@
+"""Saving and loading of a strategy whose ranks hold parts of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lnn_lightning.checkpoint import (
+    is_distributed_checkpoint,
+    load_metadata,
+    load_tensors,
+    save_checkpoint,
+    tensor_names,
+)
+from lnn_lightning.checkpoint.distributed import CheckpointError
+from lnn_lightning.parallel.layout import PIPELINE
+from lnn_lightning.strategies.mesh import MeshStrategy
+
+_OURS = "lnn_lightning"
+
+
+class CheckpointHooks(MeshStrategy):
+    """Checkpoint part of a strategy: folders with the user's names, optimizer state by parameter name."""
+
+    if TYPE_CHECKING:
+        from lnn_lightning.parallel.pipeline.engine import PipelineEngine
+
+        engine: PipelineEngine
+        _group_names: list[list[list[str]]]
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        state = self.lightning_module.state_dict()
+        return {key: state[key] for key in self.engine.residence.own_keys()}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State by parameter name, and the groups with the names of all their parameters."""
+        assert self.lightning_module is not None
+        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        index = [_plain(each) for each in self.optimizers].index(plain)
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": own}
+            for group, own in zip(plain.param_groups, self._group_names[index], strict=True)
+        ]
+        state = {names[id(p)]: dict(values) for p, values in plain.state.items()}
+        return {"state": state, "param_groups": groups}
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise TypeError("`Trainer.save_checkpoint(..., storage_options=...)` is not supported by this strategy.")
+        path = self.broadcast(str(filepath))
+        tensors: dict[str, Tensor] = {}
+        values: dict[str, Any] = {}
+        for key, value in checkpoint.pop("state_dict", {}).items():
+            _sort_in(f"state_dict.{key}", value, tensors, values)
+        groups = []
+        for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
+            groups.append(optimizer["param_groups"])
+            for name, state in optimizer["state"].items():
+                for leaf, value in state.items():
+                    _sort_in(f"optimizer.{index}.{name}.{leaf}", value, tensors, values)
+        everyones: list[Any] = [None] * self.mesh.size(PIPELINE)
+        dist.all_gather_object(everyones, values, group=self.mesh.group(PIPELINE))
+        engine = self.engine
+        checkpoint[_OURS] = {
+            "format": 1,
+            "layout": list(self.mesh.layout.shape),
+            "optimizer_groups": groups,
+            "values": {key: value for part in everyones for key, value in part.items()},
+            "seed": engine.seed,
+            "steps_done": list(engine.steps_done),
+        }
+        save_checkpoint(path, tensors, checkpoint)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(str(checkpoint_path)))
+        if not path.exists():
+            raise FileNotFoundError(f"There is no checkpoint at {path} (rank {self.global_rank}).")
+        if not is_distributed_checkpoint(path):
+            if path.is_dir():
+                raise CheckpointError(f"The folder {path} was not written by this strategy.")
+            return super().load_checkpoint(path, weights_only=True)
+        checkpoint = load_metadata(path)
+        ours = checkpoint[_OURS]
+        keys = self.engine.residence.own_keys()
+        loaded = load_tensors(path, [f"state_dict.{key}" for key in keys if f"state_dict.{key}" not in ours["values"]])
+        checkpoint["state_dict"] = {name.removeprefix("state_dict."): tensor for name, tensor in loaded.items()}
+        checkpoint["state_dict"] |= {
+            key: ours["values"][f"state_dict.{key}"] for key in keys if f"state_dict.{key}" in ours["values"]
+        }
+        checkpoint["optimizer_states"] = [{"index": i, "path": str(path)} for i in range(len(ours["optimizer_groups"]))]
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        own = set(self.engine.residence.own_keys())
+        given = {key: value for key, value in checkpoint["state_dict"].items() if key in own}
+        result = self.lightning_module.load_state_dict(given, strict=False)
+        missing = [key for key in result.missing_keys if key in own]
+        known = set(self.lightning_module.state_dict())
+        unexpected = [key for key in checkpoint["state_dict"] if key not in known]
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"The checkpoint does not fit {type(self.lightning_module).__name__} (rank {self.global_rank}): "
+                f"missing {missing}, unexpected {unexpected}. Set `strict_loading = False` in the module to load what fits."
+            )
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        ours = checkpoint.get(_OURS)
+        if ours is not None:
+            self.engine.seed = ours["seed"]
+            self.engine.steps_done = list(ours["steps_done"])
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+            if ours is not None:
+                by_name = self._read_optimizer(Path(state["path"]), index, ours["values"])
+                groups = ours["optimizer_groups"][index]
+            else:
+                by_name, groups = self._by_name(index, state)
+            self._put_optimizer_state(_plain(optimizer), by_name, groups)
+
+    def _read_optimizer(self, path: Path, index: int, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """State of the parameters on this rank."""
+        assert self.lightning_module is not None
+        prefix = f"optimizer.{index}."
+        own = {name for name, _ in self.lightning_module.named_parameters() if self.engine.residence.lives_here(name)}
+        entries = [key for key in [*tensor_names(path), *values] if key.startswith(prefix)]
+        wanted = {key: key.removeprefix(prefix).rsplit(".", 1) for key in entries}
+        wanted = {key: parts for key, parts in wanted.items() if parts[0] in own}
+        loaded: dict[str, Any] = dict(load_tensors(path, [key for key in wanted if key not in values]))
+        state: dict[str, dict[str, Any]] = {}
+        for key, (name, leaf) in wanted.items():
+            state.setdefault(name, {})[leaf] = loaded[key] if key in loaded else values[key]
+        return state
+
+    def _by_name(self, index: int, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """An optimizer state as plain torch numbers it: parameters in the order of the groups."""
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        names = [name for group in self._group_names[index] for name in group]
+        of = dict(zip(numbers, names, strict=True))
+        return {of[number]: values for number, values in state["state"].items()}, state["param_groups"]
+
+    def _put_optimizer_state(self, optimizer: Optimizer, by_name: Mapping[str, Any], groups: list[Any]) -> None:
+        assert self.lightning_module is not None
+        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        local = optimizer.state_dict()
+        numbered = {}
+        for group, numbers in zip(optimizer.param_groups, local["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], numbers["params"], strict=True):
+                if (name := names[id(parameter)]) in by_name:
+                    numbered[number] = by_name[name]
+        merged = [
+            {**saved, "params": mine["params"]} for saved, mine in zip(groups, local["param_groups"], strict=True)
+        ]
+        optimizer.load_state_dict({"state": numbered, "param_groups": merged})
+
+
+def _plain(optimizer: Any) -> Optimizer:
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def _sort_in(key: str, value: Any, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    if isinstance(value, Tensor):
+        tensors[key] = value
+    else:
+        values[key] = value

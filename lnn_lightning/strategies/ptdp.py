@@ -1,0 +1,296 @@
+"""PTD-P: pipeline, tensor and data parallelism of an ordinary LightningModule."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lnn_lightning.parallel.errors import LayoutError, StepError
+from lnn_lightning.parallel.exchange import agree
+from lnn_lightning.parallel.layout import DATA, PIPELINE
+from lnn_lightning.parallel.pipeline.engine import PipelineEngine, PipelineSettings
+from lnn_lightning.parallel.pipeline.schedules import place
+from lnn_lightning.parallel.pipeline.table import layout_table
+from lnn_lightning.parallel.step.standin import convert_module, is_stand_in
+from lnn_lightning.precision import MeshAgreement, loss_scale, mesh_precision
+from lnn_lightning.strategies.checkpoints import CheckpointHooks
+from lnn_lightning.strategies.effects import set_metric_group
+from lnn_lightning.strategies.mesh import MeshStrategy
+from lnn_lightning.strategies.peek import peek_batch
+from lnn_lightning.strategies.steps import LightningObserver, StepDriver
+
+log = logging.getLogger(__name__)
+
+_STEPS = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
+
+class PTDPStrategy(CheckpointHooks, MeshStrategy):
+    """Trains an unmodified LightningModule on a mesh of pipeline and data ranks.
+
+    The module's ``training_step`` is traced once; its blocks are cut into stages, and from then on every rank runs the same
+    ``training_step``, micro-batch by micro-batch, with the blocks that live elsewhere answered by values received from
+    there (docs/architecture.md). PTD-P: Narayanan et al. 2021, arXiv 2104.04473.
+
+    Args:
+        data_parallel_size: ranks that see different data; ``"auto"``: what the other axes leave.
+        tensor_parallel_size: ranks that share each layer. Only 1 so far.
+        pipeline_parallel_size: ranks that the blocks are spread over.
+        schedule: order of forwards and backwards: ``naive`` (one micro-batch), ``gpipe``, ``1f1b``, ``interleaved``,
+            ``zero_bubble`` or ``zbv``.
+        microbatches: parts a local batch is cut into. A batch it does not divide uses the largest divisor below it.
+            ``"auto"``: four a pipeline rank, one without a pipeline.
+        stages_per_rank: more than one: stages go round the ranks (interleaved).
+        split_points: names of the sub-modules that begin the second, third, ... stage; None: found by the trace and balanced.
+        evaluation_microbatches: the same as ``microbatches`` for validation, test and prediction. One gives exactly the
+            results of one process.
+        example_batch: a batch to trace with, if the dataloader cannot be peeked at.
+        process_group_backend: backend of ``torch.distributed``; None: nccl on CUDA, gloo on CPU.
+        timeout: how long a collective may take before the job ends with an error.
+        parallel_strategy_arguments: passed on to Lightning's ``ParallelStrategy``.
+
+    Raises:
+        LayoutError: settings that do not fit each other or the number of processes.
+        StepError: (in fit, validate, ...) the step cannot be followed or cut.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        schedule: str = "1f1b",
+        microbatches: int | Literal["auto"] = "auto",
+        stages_per_rank: int = 1,
+        split_points: list[str] | None = None,
+        evaluation_microbatches: int = 1,
+        example_batch: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        **parallel_strategy_arguments: Any,
+    ) -> None:
+        super().__init__(
+            pipeline_parallel_size=pipeline_parallel_size,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            **parallel_strategy_arguments,
+        )
+        if tensor_parallel_size != 1:
+            raise LayoutError(
+                f"`tensor_parallel_size={tensor_parallel_size}` is not available yet; use 1, and "
+                "`pipeline_parallel_size` to spread a model that does not fit."
+            )
+        for name, count in (("microbatches", microbatches), ("evaluation_microbatches", evaluation_microbatches)):
+            if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+                raise LayoutError(f"`{name}` must be 'auto' or a whole number of at least 1, got {count!r}.")
+        self._settings = PipelineSettings(
+            place(schedule, pipeline_parallel_size, stages_per_rank), microbatches, evaluation_microbatches, split_points
+        )
+        self._example_batch = example_batch
+        self._engine: PipelineEngine | None = None
+        self._driver: StepDriver | None = None
+        self._group_names: list[list[list[str]]] = []
+
+    @property
+    def engine(self) -> PipelineEngine:
+        """Runs the steps; exists once the Trainer has set up the module."""
+        if self._engine is None:
+            raise RuntimeError("The pipeline does not exist yet: it is made when the Trainer starts.")
+        return self._engine
+
+    @property
+    def driver(self) -> StepDriver:
+        """Runs the steps for the Trainer."""
+        assert self._driver is not None
+        return self._driver
+
+    # ---------------------------------------------------------------- setup
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        if self._engine is None or self._engine.root is not module:
+            self._prepare(trainer, module)
+        convert_module(module, device=self.root_device)
+        self.model = module
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            self.engine.setup_training()
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        agreement = MeshAgreement(
+            (self.mesh.group(PIPELINE),), lambda parameter: self.engine.residence.counts_here(parameter), self.root_device
+        )
+        self.precision_plugin = mesh_precision(self.precision_plugin, agreement)
+        self.precision_plugin.convert_module(module)
+        set_metric_group(module, self.mesh.group(DATA))
+        kind = _STEPS[trainer.state.fn]  # type: ignore[index]
+        batch, error = None, None
+        try:
+            batch = self._example_batch if self._example_batch is not None else peek_batch(trainer)
+            if batch is None:
+                raise StepError(
+                    f"There is no batch to trace {kind} with: the dataloader is empty. Pass `example_batch=` to the strategy."
+                )
+            batch = self.precision_plugin.convert_input(batch)
+        except Exception as caught:  # noqa: BLE001 - told to all ranks
+            error = caught
+        agree(error, dist.group.WORLD, self.root_device)
+        observer = LightningObserver(module)
+        seed = self.broadcast(torch.initial_seed() % 2**62)
+        self._engine = PipelineEngine(module, self._settings, self.mesh, observer, seed)
+        step = self._user_step(kind, self._example_arguments(kind))
+        training = trainer.state.fn == TrainerFn.FITTING
+        plan = self._engine.prepare(kind, self._computing(step) if training else step, batch, training)
+        self._driver = StepDriver(module, self._engine, observer, self.mesh, self.root_device)
+        rank_zero_info(layout_table(plan, self._engine.residence, self._settings.placement))
+
+    def _example_arguments(self, kind: str) -> tuple[Any, ...]:
+        function = getattr(self.lightning_module, kind)
+        if is_param_in_hook_signature(function, "dataloader_iter", explicit=True):
+            raise StepError(f"{kind}(dataloader_iter) is not supported: take a batch, `{kind}(self, batch, batch_idx)`.")
+        if kind == "training_step":
+            return (0,) if is_param_in_hook_signature(function, "batch_idx", min_args=2) else ()
+        names = ("batch_idx", "dataloader_idx")
+        return tuple(0 for name in names if is_param_in_hook_signature(function, name))
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization and len(self.optimizers) > 1:
+            raise StepError(
+                f"Manual optimization with {len(self.optimizers)} optimizers cannot be pipelined: their steps would meet "
+                "blocks on different stages at different times. Use one optimizer with several parameter groups."
+            )
+        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        self._group_names = []
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, LBFGS):
+                raise StepError("LBFGS needs all parameters in one place; use an optimizer that updates each by itself.")
+            groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+            self._group_names.append(groups)
+            _keep_own_parameters(optimizer)
+
+    # ---------------------------------------------------------------- steps
+
+    def _user_step(self, kind: str, arguments: tuple[Any, ...]) -> Any:
+        module, plugin = self.lightning_module, self.precision_plugin
+        context = {
+            "training_step": plugin.train_step_context,
+            "validation_step": plugin.val_step_context,
+            "test_step": plugin.test_step_context,
+            "predict_step": plugin.predict_step_context,
+        }[kind]
+        return partial(_call, module, kind, context, arguments)
+
+    def _computing(self, step: Any) -> Any:
+        from lnn_lightning.strategies.manual import computing_step
+
+        assert self.lightning_module is not None
+        return step if self.lightning_module.automatic_optimization else computing_step(self.lightning_module, step)
+
+    @override
+    def training_step(self, batch: Any, *arguments: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        step = self._user_step("training_step", arguments)
+        scale = loss_scale(self.precision_plugin)
+        if not module.automatic_optimization:
+            return self.driver.train_manually(step, batch, scale)
+        trainer = module.trainer
+        position = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches
+        zeroes = type(module).optimizer_zero_grad is pl.LightningModule.optimizer_zero_grad
+        return self.driver.train(
+            step,
+            batch,
+            scale / trainer.accumulate_grad_batches,
+            sync=self._sync_gradients,
+            continues=position != 0,
+            drop_old=position == 0 and zeroes,
+        )
+
+    @override
+    def validation_step(self, batch: Any, *arguments: Any) -> Any:
+        return self.driver.evaluate("validation_step", self._user_step("validation_step", arguments), batch)
+
+    @override
+    def test_step(self, batch: Any, *arguments: Any) -> Any:
+        return self.driver.evaluate("test_step", self._user_step("test_step", arguments), batch)
+
+    @override
+    def predict_step(self, batch: Any, *arguments: Any) -> Any:
+        return self.driver.evaluate("predict_step", self._user_step("predict_step", arguments), batch)
+
+    @override
+    def on_validation_start(self) -> None:
+        self.engine.residence.synchronize_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        self.engine.residence.synchronize_buffers()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.engine.residence.synchronize_buffers()
+
+    # ---------------------------------------------------------------- the module as a whole
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole module's state dict on every rank, on the CPU. Collective: call it on all ranks."""
+        return self.engine.residence.full_state_dict()
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        convert_module(self.lightning_module, device=self.root_device)
+
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Any:
+        return torch.device("meta") if empty_init else super().tensor_init_context(empty_init)
+
+    @override
+    def teardown(self) -> None:
+        if self.lightning_module is not None:
+            convert_module(self.lightning_module, device=torch.device("cpu"))
+        super().teardown()
+
+
+def _call(module: Any, kind: str, context: Any, arguments: tuple[Any, ...], batch: Any) -> Any:
+    with context():
+        return getattr(module, kind)(batch, *arguments)
+
+
+def _keep_own_parameters(optimizer: Optimizer) -> None:
+    """Takes what lives elsewhere out of the optimizer; groups stay, also when they become empty."""
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if not is_stand_in(parameter)]
+    for parameter in [p for p in optimizer.state if is_stand_in(p)]:
+        del optimizer.state[parameter]
