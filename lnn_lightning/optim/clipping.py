@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.nn.utils import clip_grads_with_norm_
 
 
 @torch.no_grad()
 def mesh_grad_norm(
-    parameters: Iterable[Tensor],
+    parameters: Iterable[nn.Parameter],
     groups: Sequence[ProcessGroup],
-    counted: Callable[[Tensor], bool] | None = None,
+    counted: Callable[[nn.Parameter], bool] | None = None,
     norm_type: float = 2.0,
 ) -> Tensor:
     """The norm of all gradients as one vector. Collective: all ranks of the groups must call, even without gradients.
@@ -52,10 +52,10 @@ def mesh_grad_norm(
 
 
 def clip_grad_by_mesh_norm(
-    parameters: Iterable[Tensor],
+    parameters: Iterable[nn.Parameter],
     max_norm: float,
     groups: Sequence[ProcessGroup],
-    counted: Callable[[Tensor], bool] | None = None,
+    counted: Callable[[nn.Parameter], bool] | None = None,
     norm_type: float = 2.0,
 ) -> Tensor:
     """Scales the gradients of this rank as ``torch.nn.utils.clip_grad_norm_`` does, by the norm over the mesh.

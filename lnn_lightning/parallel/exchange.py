@@ -252,19 +252,19 @@ class TreeChannel:
         return tensor
 
 
-def _global_rank(group: ProcessGroup, rank: int) -> int:
-    return dist.get_global_rank(group, rank)
+def _global_rank(group: ProcessGroup | None, rank: int) -> int:
+    return dist.get_global_rank(group, rank) if group is not None else rank
 
 
 # ------------------------------------------------------------------------------------------------ agreement
 
 
-def agree(error: BaseException | None, group: ProcessGroup, device: torch.device) -> None:
+def agree(error: BaseException | None, group: ProcessGroup | None, device: torch.device) -> None:
     """Ends a phase together: if any rank failed in it, every rank raises.
 
     Args:
         error: what went wrong here, or None.
-        group: ranks that end the phase; all of them must call.
+        group: ranks that end the phase, None for all; all of them must call.
         device: where the messages cross.
 
     Raises:
@@ -338,7 +338,7 @@ def _mix(tensor: Tensor) -> int:
     return int(((torch.arange(len(words), device=words.device) * 2 + 1) * words).sum())
 
 
-def check_same_batch(batch: Any, group: ProcessGroup, device: torch.device) -> None:
+def check_same_batch(batch: Any, group: ProcessGroup | None, device: torch.device) -> None:
     """Makes sure that the ranks of a group, one pipeline, were fed the same batch. All of them must call.
 
     Raises:

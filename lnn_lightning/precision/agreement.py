@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch.distributed import ProcessGroup
 
 
-def _always(parameter: Tensor) -> bool:
+def _always(parameter: nn.Parameter) -> bool:
     return True
 
 
@@ -25,5 +25,5 @@ class MeshAgreement:
     """
 
     groups: tuple[ProcessGroup, ...] = ()
-    counted: Callable[[Tensor], bool] = _always
+    counted: Callable[[nn.Parameter], bool] = _always
     device: torch.device = torch.device("cpu")

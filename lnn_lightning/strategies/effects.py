@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -234,7 +234,7 @@ class EffectWatch:
 
     Not followed: submodules, parameters, names that begin with an underscore (of the module), and what happens inside
     objects of other classes. On the stage that runs the step to its end: ``begin``, ``mark`` behind each micro-batch,
-    :func:`merge_micro_batches` of ``deltas``; then ``apply`` on every rank.
+    ``merged``; on every rank then ``apply``.
 
     Args:
         module: the LightningModule.
@@ -268,6 +268,10 @@ class EffectWatch:
         """Ends a micro-batch."""
         self.deltas.append(self.delta())
         self._latest = _snapshot(self._owners)
+
+    def merged(self, weights: Sequence[float], sizes: Sequence[int] | None = None) -> Delta:
+        """What the marked micro-batches did, as one step on the whole batch; see :func:`merge_micro_batches`."""
+        return merge_micro_batches(self.deltas, weights, sizes)
 
     def rollback(self) -> None:
         """Puts back the state at ``begin``."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,11 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
-from lnn_lightning.parallel.step.tree import tree_leaves, tree_map
+from lnn_lightning.parallel.step.tree import tree_map
 from lnn_lightning.strategies.effects import find_metrics
-
-OnValue = Callable[[Any], None]
-_MISSING = object()
+from lnn_lightning.strategies.silence import OnValue, Saved, SilentLogger, replaced, silent_metric, swallow
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ class StepRecorder:
         known = {"name", "value"} <= set(own.parameters)
         self._signature = own if known else inspect.signature(pl.LightningModule.log)
         self.entries: list[LogEntry] = []
+        self._muted: list[list[Saved]] = []
 
     def take(self) -> list[LogEntry]:
         """The entries, which are forgotten here."""
@@ -79,7 +78,7 @@ class StepRecorder:
                 metric, value = self._name_of(value, name, kwargs), value._forward_cache
             self.entries.append(LogEntry(name, _detached(value), kwargs, micro_batch, metric))
 
-        with _replaced([(self._module, {"log": log})]):
+        with replaced([(self._module, {"log": log})]):
             yield
 
     @contextmanager
@@ -100,11 +99,29 @@ class StepRecorder:
                 show(value)
 
         changes: list[tuple[Any, dict[str, Any]]] = [
-            (self._module, {"log": log, "print": _swallow(show)}),
-            *((metric, _silent_metric(metric, show)) for metric in find_metrics(self._module).values()),
+            (self._module, {"log": log, "print": swallow(show)}),
+            *((metric, silent_metric(metric, show)) for metric in find_metrics(self._module).values()),
         ]
-        with _replaced(changes), _silent_loggers(self._module._trainer, show):
-            yield
+        if loggers := getattr(self._module._trainer, "_loggers", None):
+            changes.append((self._module._trainer, {"_loggers": [SilentLogger(logger, show) for logger in loggers]}))
+        with replaced(changes) as saved:
+            self._muted.append(saved)
+            try:
+                yield
+            finally:
+                self._muted.pop()
+
+    @contextmanager
+    def audible(self) -> Iterator[None]:
+        """Within ``muted``: everything is for a while as it was before."""
+        muted, self._muted = self._muted, []
+        with ExitStack() as stack:
+            for saved in reversed(muted):
+                stack.enter_context(replaced([(owner, {name: old}) for owner, name, old in reversed(saved)]))
+            try:
+                yield
+            finally:
+                self._muted = muted
 
     def _bound(self, args: Any, kwargs: Any) -> tuple[str, Any, dict[str, Any]]:
         given = dict(self._signature.bind(self._module, *args, **kwargs).arguments)
@@ -131,7 +148,8 @@ def merge(entries: Sequence[LogEntry], weights: Sequence[float]) -> list[dict[st
     """One entry for each name from those of all micro-batches, in order of first appearance.
 
     A mean is weighted by ``weights``, or by the ``batch_size`` the user passed; sums, maxima and minima are what they
-    say. A name logged twice in a micro-batch stays two entries.
+    say. What a metric shows for the step is the mean of what it returned. A name logged twice in a micro-batch stays
+    two entries.
 
     Args:
         entries: of all micro-batches.
@@ -223,121 +241,3 @@ def replay(module: pl.LightningModule, merged: Sequence[Mapping[str, Any]]) -> N
                 metric._forward_cache = value["forward"]  # `on_step` shows this
             value = metric
         module.log(name=entry["name"], value=value, **entry["kwargs"])
-
-
-# ------------------------------------------------------------------------------------------------ silence
-
-
-@contextmanager
-def _replaced(changes: Sequence[tuple[Any, Mapping[str, Any]]]) -> Iterator[None]:
-    """Sets attributes of instances, past any ``__setattr__``, and puts the old ones back."""
-    saved: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for owner, attributes in changes:
-            for name, value in attributes.items():
-                saved.append((owner.__dict__, name, owner.__dict__.get(name, _MISSING)))
-                owner.__dict__[name] = value
-        yield
-    finally:
-        for store, name, old in reversed(saved):
-            if old is _MISSING:
-                store.pop(name, None)
-            else:
-                store[name] = old
-
-
-def _swallow(show: OnValue, result: Callable[[], Any] = lambda: None) -> Callable[..., Any]:
-    def swallow(*args: Any, **kwargs: Any) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                show(leaf)
-        return result()
-
-    return swallow
-
-
-def _silent_metric(metric: nn.Module, show: OnValue) -> dict[str, Callable[..., Any]]:
-    def zero() -> Any:
-        return torch.zeros((), device=getattr(metric, "device", None))
-
-    def zeros() -> Any:
-        assert isinstance(metric, MetricCollection)
-        device = next((member.device for member in metric.values(copy_state=False)), None)
-        return {str(name): torch.zeros((), device=device) for name in metric.keys(keep_base=False)}
-
-    # A collection is patched itself too: it would find the states of its members equal and make them one group.
-    result = zeros if isinstance(metric, MetricCollection) else zero
-    return {
-        "forward": _swallow(show, result),
-        "compute": _swallow(show, result),
-        "update": _swallow(show),
-        "reset": _swallow(show),
-    }
-
-
-class _Nowhere:
-    """Stands for a logger's experiment: everything can be done to it, and nothing happens."""
-
-    def __init__(self, show: OnValue) -> None:
-        self.__dict__["_call"] = _swallow(show, lambda: self)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        pass
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_call"](*args, **kwargs)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self(value)
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        pass
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-
-class _SilentLogger:
-    """A logger that can be read from, with an experiment that goes nowhere; passes as one of its class."""
-
-    _WRITES = ("log_", "save", "finalize", "after_save_checkpoint", "watch", "unwatch")
-
-    def __init__(self, logger: Any, show: OnValue) -> None:
-        self.__dict__.update(_logger=logger, _show=show)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self.__dict__["_logger"])
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("experiment", "_experiment", "run"):
-            return _Nowhere(self._show)
-        value = getattr(self.__dict__["_logger"], name)
-        return _swallow(self._show) if name.startswith(self._WRITES) and callable(value) else value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        pass
-
-
-@contextmanager
-def _silent_loggers(trainer: Any, show: OnValue) -> Iterator[None]:
-    loggers = getattr(trainer, "_loggers", None)
-    if not loggers:
-        yield
-        return
-    trainer._loggers = [_SilentLogger(logger, show) for logger in loggers]
-    try:
-        yield
-    finally:
-        trainer._loggers = loggers

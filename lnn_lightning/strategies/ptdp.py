@@ -31,6 +31,7 @@ from lnn_lightning.parallel.step.standin import convert_module, is_stand_in
 from lnn_lightning.precision import MeshAgreement, loss_scale, mesh_precision
 from lnn_lightning.strategies.checkpoints import CheckpointHooks
 from lnn_lightning.strategies.effects import set_metric_group
+from lnn_lightning.strategies.manual import computing_step
 from lnn_lightning.strategies.mesh import MeshStrategy
 from lnn_lightning.strategies.peek import peek_batch
 from lnn_lightning.strategies.steps import LightningObserver, StepDriver
@@ -176,10 +177,10 @@ class PTDPStrategy(CheckpointHooks, MeshStrategy):
         function = getattr(self.lightning_module, kind)
         if is_param_in_hook_signature(function, "dataloader_iter", explicit=True):
             raise StepError(f"{kind}(dataloader_iter) is not supported: take a batch, `{kind}(self, batch, batch_idx)`.")
-        if kind == "training_step":
-            return (0,) if is_param_in_hook_signature(function, "batch_idx", min_args=2) else ()
-        names = ("batch_idx", "dataloader_idx")
-        return tuple(0 for name in names if is_param_in_hook_signature(function, name))
+        arguments = (0,) if is_param_in_hook_signature(function, "batch_idx", min_args=2) else ()
+        if kind != "training_step" and is_param_in_hook_signature(function, "dataloader_idx", explicit=True):
+            arguments += (0,)
+        return arguments
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -212,8 +213,6 @@ class PTDPStrategy(CheckpointHooks, MeshStrategy):
         return partial(_call, module, kind, context, arguments)
 
     def _computing(self, step: Any) -> Any:
-        from lnn_lightning.strategies.manual import computing_step
-
         assert self.lightning_module is not None
         return step if self.lightning_module.automatic_optimization else computing_step(self.lightning_module, step)
 

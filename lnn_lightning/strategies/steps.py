@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -52,23 +52,14 @@ class LightningObserver(StepObserver):
     @override
     @contextmanager
     def passing(self, undo: bool) -> Iterator[None]:
-        watch = EffectWatch(self.module) if undo else None
-        try:
-            with self.recorder.muted():
-                yield
-        finally:
-            if watch is not None:
-                watch.rollback()
+        with self.effects.preserved() if undo else nullcontext(), self.recorder.muted():
+            yield
 
     @override
     @contextmanager
     def muted(self, on_value: Callable[[Any], None] | None = None) -> Iterator[None]:
-        watch = EffectWatch(self.module)
-        try:
-            with self.recorder.muted(on_value):
-                yield
-        finally:
-            watch.rollback()
+        with self.effects.preserved(), self.recorder.muted(on_value):
+            yield
 
 
 class StepDriver:
