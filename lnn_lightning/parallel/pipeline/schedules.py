@@ -107,6 +107,8 @@ class Placement:
     def build(self, stages: Sequence[Any], microbatches: int) -> Any:
         """The torch schedule object for this rank's stages."""
         class_name = self.kind.single if self.stages_per_rank == 1 else self.kind.multi
+        if class_name == "Schedule1F1B" and microbatches < self.num_stages:
+            class_name = "ScheduleGPipe"  # the same order of work; torch's 1F1B refuses so few
         assert class_name is not None
         schedule_class = getattr(torch_schedules, class_name)
         loss_function: Callable[[Any, Any], Any] = lambda output, target: output  # noqa: E731

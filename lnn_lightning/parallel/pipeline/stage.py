@@ -6,6 +6,7 @@ needed, not for all micro-batches at once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -146,6 +147,9 @@ class WatchedStage(PipelineStage):
     ) -> None:
         whole = full_backward or not self._can_split(bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
+        self.bwd_cache[bwd_chunk_id] = tuple(
+            gradient if gradient is None else gradient.contiguous() for gradient in self.bwd_cache[bwd_chunk_id]
+        )
         if whole and not full_backward:
             self.dw_runner[bwd_chunk_id] = _nothing
         for info in self.grad_recv_info[bwd_chunk_id]:
@@ -158,11 +162,19 @@ class WatchedStage(PipelineStage):
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _can_split(self, chunk: int) -> bool:
-        """Torch's split of input and weight backward breaks where glue computes with parameters inside the stage."""
-        trace = self._plans[chunk].trace
-        own = [call for call in trace.calls if self._plans[chunk].stage_of[call.index] == self.stage_index]
-        glue = trace.tail_parameters if self.is_last else frozenset()
-        return not glue and not any(call.glue_parameters for call in own)
+        """Torch's split of input and weight backward is right for a chain of units only.
+
+        It goes through the graph twice where a value feeds several units, or glue computes with parameters.
+        """
+        plan = self._plans[chunk]
+        own = [call for call in plan.trace.calls if plan.stage_of[call.index] == self.stage_index]
+        if any(call.glue_parameters for call in own) or (self.is_last and plan.trace.tail_parameters):
+            return False
+        uses = Counter(key for call in own for key in call.needs)
+        uses.update(plan.sent(self.stage_index))
+        if self.is_last:
+            uses.update(plan.trace.tail)
+        return all(count == 1 for key, count in uses.items() if plan.info(key).requires_grad)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         outputs = bwd_kwargs["stage_output"]

@@ -7,6 +7,7 @@ runs it checks.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +34,8 @@ def learn_output(
     name: str,
     unit: nn.Module,
     original: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
+    leaves: list[Any],
+    unflatten: Unflatten,
     fake_mode: FakeTensorMode,
     rule: ShapeRule | None,
     error: Exception,
@@ -44,7 +45,6 @@ def learn_output(
     Raises:
         StepError: the unit fails on real inputs as well, or its output shapes follow no rule we know.
     """
-    leaves, unflatten = tree_flatten((args, kwargs))
     if rule is None:
         if has_stand_ins(unit) or any(parameter.is_meta for parameter in unit.parameters()):
             rule = _like_first_input(leaves)
@@ -81,6 +81,22 @@ def _made_up(leaf: Any) -> Any:
     if leaf.dtype.is_floating_point:
         return torch.randn(leaf.shape, dtype=torch.float32).to(leaf.dtype).to(leaf.fake_device)
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.fake_device)
+
+
+def own_object(value: Any) -> Any:
+    """A copy of an argument that is an object with a state (a cache), down to its tensors, which are kept."""
+    if isinstance(value, list):
+        return [own_object(item) for item in value]
+    if type(value) is tuple:
+        return tuple(own_object(item) for item in value)
+    if type(value) is dict:
+        return {key: own_object(item) for key, item in value.items()}
+    if isinstance(value, (Tensor, nn.Module, type)) or callable(value) or not hasattr(value, "__dict__"):
+        return value
+    result = copy.copy(value)
+    for name, item in vars(result).items():
+        result.__dict__[name] = own_object(item)
+    return result
 
 
 def _relation(name: str, leaf: Any, inputs: list[Any]) -> tuple[str, Any]:

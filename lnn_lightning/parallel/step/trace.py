@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.losses import LossCall, watch_losses
 from lnn_lightning.parallel.step.randomness import is_random
-from lnn_lightning.parallel.step.shapes import ShapeRule, learn_output
+from lnn_lightning.parallel.step.shapes import ShapeRule, learn_output, own_object
 from lnn_lightning.parallel.step.standin import is_stand_in
 from lnn_lightning.parallel.step.tree import Unflatten, tree_flatten, tree_leaves
 from lnn_lightning.parallel.step.patching import patched_calls
@@ -243,8 +243,7 @@ class _Recorder:
         try:
             fakes = [self._fake(leaf) for leaf in leaves]
             inside = _Inside(tracker, {_address(leaf) for leaf in fakes if isinstance(leaf, Tensor)})
-            fake_args, fake_kwargs = unflatten(fakes)
-            out = self._run(name, unit, original, fake_args, fake_kwargs, inside)
+            out = self._run(name, unit, original, fakes, unflatten, inside)
         finally:
             tracker.inside = False
         call.needs = frozenset(key for key in dependencies if isinstance(key, tuple))
@@ -260,7 +259,11 @@ class _Recorder:
         tracker.since_last_call = set()
         return result
 
-    def _run(self, name: str, unit: nn.Module, original: Any, args: Any, kwargs: Any, inside: _Inside) -> Any:
+    def _run(
+        self, name: str, unit: nn.Module, original: Any, leaves: list[Any], unflatten: Unflatten, inside: _Inside
+    ) -> Any:
+        untouched = [own_object(leaf) for leaf in leaves]  # a cache, say, that a run which fails half-way has written to
+        args, kwargs = unflatten(leaves)
         try:
             with self.fake_mode, inside:
                 return original(*args, **kwargs)
@@ -268,7 +271,8 @@ class _Recorder:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a data-dependent block raises on fake tensors
             inside.random = True
-            out, rule = learn_output(name, unit, original, args, kwargs, self.fake_mode, self.rules.get(name), error)
+            rule = self.rules.get(name)
+            out, rule = learn_output(name, unit, original, untouched, unflatten, self.fake_mode, rule, error)
             self.rules[name] = rule
             inside.flops = rule.flops
             return out

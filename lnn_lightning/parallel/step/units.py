@@ -7,7 +7,7 @@ the step itself) is *glue*: every stage runs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -97,27 +97,26 @@ def is_stateful(module: nn.Module) -> bool:
 
 
 def _outermost_trunks(root: nn.Module) -> list[str]:
-    """Trunks of blocks if there are any, else containers of plain layers."""
-    return _find_trunks(root, "", layers=False) or _find_trunks(root, "", layers=True)
+    return next((found for test in _TESTS if (found := _find_trunks(root, "", test))), [])
 
 
 def _trunks_in(module: nn.Module, name: str) -> list[str]:
-    if _is_trunk(module, layers=False):
+    if _holds_blocks(module):
         return [name]
-    return _find_trunks(module, name, layers=False) or _find_trunks(module, name, layers=True)
+    return next((found for test in _TESTS if (found := _find_trunks(module, name, test))), [])
 
 
-def _find_trunks(module: nn.Module, prefix: str, layers: bool) -> list[str]:
+def _find_trunks(module: nn.Module, prefix: str, is_trunk: Callable[[nn.Module], bool]) -> list[str]:
     found: list[str] = []
     for child_name, child in module.named_children():
         name = f"{prefix}.{child_name}" if prefix else child_name
-        if not _is_trunk(child, layers):
-            found += _find_trunks(child, name, layers)
+        if not is_trunk(child):
+            found += _find_trunks(child, name, is_trunk)
             continue
         found.append(name)
         for element_name, element in child.named_children():  # a Sequential of Sequentials is one long trunk
-            if _is_trunk(element, layers=False):
-                found += [f"{name}.{element_name}", *_find_trunks(element, f"{name}.{element_name}", layers=False)]
+            if _holds_blocks(element):
+                found += [f"{name}.{element_name}", *_find_trunks(element, f"{name}.{element_name}", _holds_blocks)]
     return [name for name in found if not _inside_block(name, found)]
 
 
@@ -132,11 +131,26 @@ def _inside_block(name: str, trunks: Iterable[str]) -> bool:
     return False
 
 
-def _is_trunk(module: nn.Module, layers: bool) -> bool:
-    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-        return False
+def _holds_blocks(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential)) and _count(module, blocks=True) >= 2
+
+
+def _holds_one_block(module: nn.Module) -> bool:
+    """A list of one block: a small configuration, or a block that is called again and again (ALBERT)."""
+    return isinstance(module, nn.ModuleList) and _count(module, blocks=True) == 1
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential)) and _count(module, blocks=False) >= 2
+
+
+_TESTS = (_holds_blocks, _holds_one_block, _holds_layers)
+"""What counts as a trunk; the first of these that any sub-module passes."""
+
+
+def _count(module: nn.Module, blocks: bool) -> int:
     elements = [child for child in module.children() if is_stateful(child)]
-    return len(elements) >= 2 and (layers or sum(1 for child in elements if next(child.children(), None)) >= 2)
+    return sum(1 for child in elements if not blocks or next(child.children(), None) is not None)
 
 
 def _ancestors(name: str) -> list[str]:
