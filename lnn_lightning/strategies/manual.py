@@ -34,6 +34,15 @@ class _IdleOptimizer:
         yield
 
 
+class _NotYet:
+    """Stands for an optimizer or scheduler while there is none: the step is traced before they are configured."""
+
+    param_groups: list[dict[str, Any]] = [{"lr": 0.0, "params": []}]
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _nothing
+
+
 class _IdleScheduler:
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -57,7 +66,9 @@ def computing_step(module: pl.LightningModule, step: Callable[[Any], Any]) -> Ca
         optimizers, schedulers = module.optimizers, module.lr_schedulers
 
         def idle(found: Any, kind: type) -> Any:
-            return [kind(each) for each in found] if isinstance(found, list) else found and kind(found)
+            if isinstance(found, list) and found:
+                return [kind(each) for each in found]
+            return kind(found or _NotYet())
 
         with replaced(
             module,

@@ -1,14 +1,13 @@
 """One batch of the loop that is about to start, with everything left as if it had not been looked at.
 
-Datasets that are read by index are read through a copy of the loader without workers, and what that changed is undone. Of
-others the batch is put back (:mod:`~lnn_lightning.strategies.putback`). A ``*_dataloader`` hook is called once: the loop
-gets what it returned.
+Datasets that are read by index are read through a copy of the loader without workers, and what that changed is undone.
+Of others the batch is put back (:mod:`~lnn_lightning.strategies.putback`). A ``*_dataloader`` hook is called once: the
+loop gets what it returned.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,21 +26,16 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from lnn_lightning.parallel.step.batch import own_copy
 from lnn_lightning.strategies.effects import EffectWatch
 from lnn_lightning.strategies.putback import (
-    Cell,
     Change,
     PutBack,
     Tape,
     global_random_cells,
-    load_state_anew,
     record,
     survey,
 )
 
+_NOTHING = object()
 _RECORD = "__pl_attrs_record"  # what Lightning does again to a loader that it makes anew
-
-
-class _Empty(Exception):
-    """The loader has no batch."""
 
 
 @dataclass(frozen=True)
@@ -96,34 +90,41 @@ def peek_batch(trainer: pl.Trainer) -> Any:
 
 
 def _first_batch(trainer: pl.Trainer, where: _Loop) -> tuple[Any, int] | None:
-    """The batch and the index of its loader."""
+    """The batch and the index of its loader. Iterators are made and asked in the order in which the loop does it."""
     source = where.loop._data_source
     raw, called = record(global_random_cells(), lambda: _request_dataloader(source))
     combined = raw if isinstance(raw, CombinedLoader) else CombinedLoader(raw, where.mode)  # type: ignore[arg-type]
     loaders = list(combined.flattened)
-    items: list[Any] = []
-    index = 0
+    journal: list[Change] = []
+    readings: list[_Reading] = []
+
+    def begin(loader: Any) -> _Reading:
+        readings.append(_read(trainer, where.stage, loader, journal))
+        return readings[-1]
+
     try:
-        for index, loader in enumerate(loaders):
-            try:
-                item, loaders[index] = _peek_loader(trainer, where.stage, loader)
-            except _Empty:
-                if combined._mode not in ("sequential", "max_size"):
-                    return None
-                item = None
-                if combined._mode == "sequential":
-                    continue
-            items.append(item)
-            if combined._mode == "sequential":
-                return item, index
+        if combined._mode == "sequential":
+            for index, loader in enumerate(loaders):
+                if (item := next(begin(loader).iterator, _NOTHING)) is not _NOTHING:
+                    return item, index
+            return None
+        iterators = [begin(loader).iterator for loader in loaders]
+        items = [next(iterator, _NOTHING) for iterator in iterators]
     finally:
+        for reading in readings:
+            reading.end()
+        for change in reversed(journal):
+            change.undo()
+        for index, reading in enumerate(readings):
+            loaders[index] = reading.instead
         if any(new is not old for new, old in zip(loaders, combined.flattened, strict=True)):
             combined.flattened = loaders
         _keep_for_the_loop(trainer, source, raw if combined is raw else combined.iterables, called)
-    if combined._mode == "sequential" or all(item is None for item in items):
+    missing = [item is _NOTHING for item in items]
+    if all(missing) or (any(missing) and combined._mode != "max_size"):
         return None
     shape = CombinedLoader(combined.iterables)
-    shape.flattened = items
+    shape.flattened = [None if item is _NOTHING else item for item in items]
     return shape.iterables, 0
 
 
@@ -144,86 +145,95 @@ def _keep_for_the_loop(trainer: pl.Trainer, source: Any, loaders: Any, called: C
     source.__dict__["dataloader"] = dataloader
 
 
-def _peek_loader(trainer: pl.Trainer, stage: RunningStage, loader: Any) -> tuple[Any, Any]:
-    """The first item of a loader, and what to put in its place.
+@dataclass(frozen=True)
+class _Reading:
+    """A loader that is being read.
 
-    Raises:
-        _Empty: there is none.
+    Attributes:
+        iterator: to be asked.
+        instead: what the loop gets for the loader.
+        end: to be called behind the reading.
     """
+
+    iterator: Iterator[Any]
+    instead: Any
+    end: Callable[[], None]
+
+
+def _read(trainer: pl.Trainer, stage: RunningStage, loader: Any, journal: list[Change]) -> _Reading:
     if isinstance(loader, DataLoader):
-        return _peek_dataloader(trainer, stage, loader), loader
-    if isinstance(loader, (Sequence, Tensor)):
-        return _next(iter(loader)), loader
-    if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
-        raise _Empty  # and Lightning will say what is wrong
+        if isinstance(loader.dataset, IterableDataset) and not loader.num_workers:
+            return _read_and_put_back(loader, journal)
+        return _read_copy(trainer, stage, loader, journal)
     cells, is_stream = survey(loader)
-    tape = Tape(lambda: iter(loader), [*global_random_cells(), *cells], is_stream)
-    return _pull(tape), PutBack(loader, tape)
+    if isinstance(loader, (Sequence, Tensor)) or not _is_iterable(loader):
+        return _Reading(iter(loader) if _is_iterable(loader) else iter(()), loader, lambda: None)
+    tape = Tape(lambda: iter(loader), [*global_random_cells(), *cells], is_stream, journal)
+    return _Reading(tape, PutBack(loader, tape), tape.stop)
 
 
-def _pull(tape: Tape) -> Any:
-    try:
-        return _next(tape, tape.pull)
-    finally:
-        tape.rewind()
-
-
-def _next(iterator: Iterator[Any], take: Callable[[], Any] | None = None) -> Any:
-    try:
-        return take() if take is not None else next(iterator)
-    except StopIteration:
-        raise _Empty from None
+def _is_iterable(loader: Any) -> bool:
+    """If it is not, Lightning will say so."""
+    return hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")
 
 
 # ------------------------------------------------------------------------------------------------ DataLoader
 
 
-def _peek_dataloader(trainer: pl.Trainer, stage: RunningStage, loader: DataLoader) -> Any:
-    by_index = not isinstance(loader.dataset, IterableDataset)
-    cells, is_stream = survey((loader.dataset, loader.collate_fn, loader.generator))
+def _read_copy(trainer: pl.Trainer, stage: RunningStage, loader: DataLoader, journal: list[Change]) -> _Reading:
+    """Reads a copy: in this process if items are read by index, else in a worker, which has a dataset of its own."""
+    cells, _ = survey((loader.dataset, loader.collate_fn, loader.generator))
     sampler_cells, sampler_is_stream = survey((loader.sampler, loader.batch_sampler))
-    cells = [*global_random_cells(), *cells, *sampler_cells]
-    if loader.num_workers == 0 and (is_stream or not by_index):
-        return _peek_and_put_back(loader, cells, is_stream or sampler_is_stream)
-
-    def look() -> Any:
-        other = _copied(loader)
-        if sampler_is_stream and by_index:
-            _read_in_order(other)
-        elif by_index:
-            other = _as_lightning_prepares(trainer, stage, other)
-        if loader.num_workers == 0:
-            return _first_of(_in_this_process(other))
-        # A worker has a dataset of its own: a stream is not used up, and what it opens is not open here.
-        if by_index and not is_stream:
-            try:
-                return _first_of(_in_this_process(other))
-            except _Empty:
-                raise
-            except Exception:  # noqa: BLE001, S110 - it may need what `worker_init_fn` sets up
-                pass
-        return _first_of(_in_one_worker(other))
-
-    item, change = record(cells, look)
-    change.undo()
-    return item
-
-
-def _first_of(loader: DataLoader) -> Any:
-    """The first item; no worker is left."""
     made: list[Any] = []
+
+    def make() -> Iterator[Any]:
+        if isinstance(loader.dataset, IterableDataset):
+            return iter(_watched(_in_one_worker(loader), made))
+        other = _copied(loader)
+        if sampler_is_stream:
+            _read_in_order(other)
+        else:
+            other = _as_lightning_prepares(trainer, stage, other)
+        return _WithHelp(_in_this_process(other), _watched(_in_one_worker(other), made) if loader.num_workers else None)
+
+    def end() -> None:
+        tape.stop()
+        for iterator in made:
+            if hasattr(iterator, "_shutdown_workers"):
+                iterator._shutdown_workers()
+
+    tape = Tape(make, [*global_random_cells(), *cells, *sampler_cells], False, journal)
+    return _Reading(tape, loader, end)
+
+
+class _WithHelp(Iterator[Any]):
+    """Reads a loader in this process, or with a worker if it fails: it may need what `worker_init_fn` sets up."""
+
+    def __init__(self, loader: DataLoader, with_worker: DataLoader | None) -> None:
+        self._iterator = iter(loader)
+        self._with_worker = with_worker
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            raise
+        except Exception:
+            if self._with_worker is None:
+                raise
+            self._iterator, self._with_worker = iter(self._with_worker), None
+            return next(self._iterator)
+
+
+def _watched(loader: DataLoader, made: list[Any]) -> DataLoader:
+    """Notes the iterators below ``DataLoader.__iter__``, which have the workers."""
 
     def get_iterator() -> Any:
         made.append(type(loader)._get_iterator(loader))
         return made[-1]
 
     loader.__dict__["_get_iterator"] = get_iterator
-    try:
-        return _next(iter(loader))
-    finally:
-        for iterator in made:
-            if hasattr(iterator, "_shutdown_workers"):
-                iterator._shutdown_workers()
+    return loader
 
 
 def _copied(loader: DataLoader) -> DataLoader:
@@ -265,36 +275,35 @@ def _as_lightning_prepares(trainer: pl.Trainer, stage: RunningStage, loader: Dat
     return prepared
 
 
-def _peek_and_put_back(loader: DataLoader, cells: list[Cell], is_stream: bool) -> Any:
+def _read_and_put_back(loader: DataLoader, journal: list[Change]) -> _Reading:
     """Below ``DataLoader.__iter__``, which the user's class may override: it is what the loop will iterate."""
+    cells, is_stream = survey((loader.dataset, loader.collate_fn, loader.generator))
+    cells = [*global_random_cells(), *cells]
     other = _copied(loader)
     tapes: list[Tape] = []
 
+    def draw() -> None:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as DataLoader's iterators do
+
     def get_iterator() -> Tape:
-        tapes.append(_PullingTape(lambda: type(other)._get_iterator(other), cells, is_stream))
+        tapes.append(Tape(lambda: type(other)._get_iterator(other), cells, is_stream, journal, draw))
         return tapes[-1]
 
+    def end() -> None:
+        for tape in tapes:
+            tape.stop()
+        if tapes:
+            _install(loader, tapes[-1])
+
     other.__dict__["_get_iterator"] = get_iterator
-    try:
-        item = _next(iter(other))
-    finally:
-        for tape in reversed(tapes):
-            tape.rewind()
-    if tapes:
-        tapes[-1].__class__ = Tape
-        _install(loader, tapes[-1])
-    return item
-
-
-class _PullingTape(Tape):
-    """A tape that is being recorded."""
-
-    def __next__(self) -> Any:
-        return self.pull()
+    return _Reading(iter(other), loader, end)
 
 
 def _install(loader: DataLoader, tape: Tape) -> None:
     """Lets the next iteration of a loader, and of one that Lightning makes from it, begin with the tape."""
+    if not tape.is_open:
+        return
+    kept: list[Any] = getattr(loader, _RECORD, [])
 
     def get_iterator() -> Any:
         return tape if tape.begins() else type(loader)._get_iterator(loader)
@@ -302,21 +311,13 @@ def _install(loader: DataLoader, tape: Tape) -> None:
     def remove() -> None:
         for name in ("_get_iterator", "load_state_dict"):
             loader.__dict__.pop(name, None)
-        records = [entry for entry in getattr(loader, _RECORD, []) if entry[1] is not _install]
-        if hasattr(loader, _RECORD):
-            object.__setattr__(loader, _RECORD, records)
+        object.__setattr__(loader, _RECORD, kept)
 
     loader.__dict__["_get_iterator"] = get_iterator
-    object.__setattr__(loader, _RECORD, [*getattr(loader, _RECORD, []), ((tape,), _install)])
-    if hasattr(type(loader), "load_state_dict"):
-        original = functools.partial(type(loader).load_state_dict, loader)
-        loader.__dict__["load_state_dict"] = functools.partial(_load_state_anew, original, tape)
+    object.__setattr__(loader, _RECORD, [*kept, ((tape,), _install)])
+    if (load := getattr(loader, "load_state_dict", None)) is not None:
+        loader.__dict__["load_state_dict"] = tape.closing(load)
     tape.on_close.append(remove)
-
-
-def _load_state_anew(load: Callable[..., Any], tape: Tape, *args: Any, **kwargs: Any) -> Any:
-    tape.close()
-    return load(*args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------ the batch

@@ -30,9 +30,9 @@ from lnn_lightning.parallel.pipeline.table import layout_table
 from lnn_lightning.parallel.step.standin import convert_module, is_stand_in
 from lnn_lightning.precision import MeshAgreement, loss_scale, mesh_precision
 from lnn_lightning.strategies.checkpoints import CheckpointHooks
+from lnn_lightning.strategies.data import DataHooks
 from lnn_lightning.strategies.effects import set_metric_group
 from lnn_lightning.strategies.manual import computing_step
-from lnn_lightning.strategies.mesh import MeshStrategy
 from lnn_lightning.strategies.peek import peek_batch
 from lnn_lightning.strategies.steps import LightningObserver, StepDriver
 
@@ -46,7 +46,7 @@ _STEPS = {
 }
 
 
-class PTDPStrategy(CheckpointHooks, MeshStrategy):
+class PTDPStrategy(CheckpointHooks, DataHooks):
     """Trains an unmodified LightningModule on a mesh of pipeline and data ranks.
 
     The module's ``training_step`` is traced once; its blocks are cut into stages, and from then on every rank runs the same

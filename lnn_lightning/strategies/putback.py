@@ -1,10 +1,10 @@
 """Taking an item out of an iterable and putting it back.
 
-An iterable changes when it is read: in its attributes and containers, in random generators, and in streams (a generator,
-a file) that cannot be turned back. What can be turned back is. The item taken and the iterator it came from are kept on
-a :class:`Tape`, which the next ``iter`` gets instead of a new iterator, so that a stream loses nothing; the changes are
-then made again. If by then something else has changed what they started from (a seed, an epoch), the iterable is read
-anew.
+An iterable changes when it is read: in its attributes and containers, in random generators, and in streams (a
+generator, a file) that cannot be turned back. What can be turned back is. The item taken and the iterator it came from
+are kept on a :class:`Tape`, which the next ``iter`` gets instead of a new iterator, so that a stream loses nothing; the
+changes are then made again. If by then something else has changed what they started from (a seed, an epoch), the
+iterable is read anew.
 """
 
 from __future__ import annotations
@@ -61,19 +61,27 @@ class Cell:
 
 
 class Change:
-    """What an operation changed, so that it can be undone and made again."""
+    """What an operation changed, so that it can be undone and made again.
 
-    def __init__(self, changed: list[tuple[Cell, Any, Any]]) -> None:
+    Args:
+        before: all that it could have changed, as it was.
+        changed: what it changed, with the states before and after.
+    """
+
+    def __init__(self, before: list[tuple[Cell, Any]], changed: list[tuple[Cell, Any, Any]]) -> None:
+        self._data = [(cell, state) for cell, state in before if not cell.is_random]
         self._changed = changed
 
     @property
     def is_random(self) -> bool:
-        """Whether only random generators changed."""
+        """Whether at most random generators changed."""
         return all(cell.is_random for cell, _, _ in self._changed)
 
-    def is_undone(self) -> bool:
-        """Whether everything is as before the operation."""
-        return all(cell.same(cell.read(), before) for cell, before, _ in self._changed)
+    def is_undone(self, random_only: bool = False) -> bool:
+        """Whether the operation would do the same now, or draw the same numbers."""
+        drawn = [(cell, before) for cell, before, _ in self._changed if cell.is_random]
+        data = [] if random_only else self._data
+        return all(cell.same(cell.read(), before) for cell, before in (*data, *drawn))
 
     def undo(self) -> None:
         """Makes everything as before the operation."""
@@ -93,7 +101,7 @@ def record(cells: Iterable[Cell], operation: Callable[[], T]) -> tuple[T, Change
 
     def change() -> Change:
         now = ((cell, old, cell.read()) for cell, old in before)
-        return Change([(cell, old, new) for cell, old, new in now if not cell.same(old, new)])
+        return Change(before, [(cell, old, new) for cell, old, new in now if not cell.same(old, new)])
 
     try:
         result = operation()
@@ -155,8 +163,12 @@ def _same_items(one: Any, other: Any) -> bool:
     if len(one) != len(other):
         return False
     if isinstance(one, dict):
-        return all(key in other and other[key] is value for key, value in one.items())
-    return all(map(operator.is_, one, other))
+        return all(key in other and _same_item(other[key], value) for key, value in one.items())
+    return all(map(_same_item, one, other))
+
+
+def _same_item(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, (int, float, str, bytes)) and one == other)
 
 
 def _attribute_cell(owner: Any) -> Cell:
@@ -202,8 +214,8 @@ def survey(root: Any) -> tuple[list[Cell], bool]:
 
 
 def _is_foreign(value: Any) -> bool:
-    return type(value).__module__.startswith(
-        ("lightning.pytorch.trainer", "lightning.pytorch.core", "torch.distributed")
+    return isinstance(value, pl.Trainer) or type(value).__module__.startswith(
+        ("lightning.pytorch", "torch.distributed")
     )
 
 
@@ -238,52 +250,70 @@ def _is_filled(cell: Any) -> bool:
 
 
 class Tape(Iterator[Any]):
-    """The beginning of an iteration, to be played again.
+    """The beginning of an iteration: recorded, and played again later.
 
     Args:
         make: makes the iterator.
         cells: what it may change.
         is_stream: what it reads cannot be read again.
+        journal: gets the changes in the order they were made; they are for the caller to undo.
+        draw: makes the random draws that making the iterator takes.
     """
 
-    def __init__(self, make: Callable[[], Iterator[Any]], cells: list[Cell], is_stream: bool) -> None:
-        self._make, self._cells, self._is_stream = make, cells, is_stream
-        self._live, self._creation = record(cells, make)
+    def __init__(
+        self,
+        make: Callable[[], Iterator[Any]],
+        cells: list[Cell],
+        is_stream: bool,
+        journal: list[Change],
+        draw: Callable[[], Any] | None = None,
+    ) -> None:
+        self._make, self._cells, self._is_stream, self._journal, self._draw = make, cells, is_stream, journal, draw
         self._pulled: deque[tuple[Any, Change]] = deque()
-        self._is_open = True
+        self._is_recording = self.is_open = True
         self.on_close: list[Callable[[], None]] = []
+        self._live, self._creation = self._recorded(make)
 
-    def pull(self) -> Any:
-        """Takes the next item and notes it.
+    def _recorded(self, operation: Callable[[], T]) -> tuple[T, Change]:
+        result, change = record(self._cells, operation)
+        self._journal.append(change)
+        return result, change
 
-        Raises:
-            StopIteration: there is none.
-        """
-        item, change = record(self._cells, lambda: next(self._live))
-        self._pulled.append((item, change))
-        return item
-
-    def rewind(self) -> None:
-        """Undoes what was noted."""
-        for _, change in reversed(self._pulled):
-            change.undo()
-        self._creation.undo()
+    def stop(self) -> None:
+        """Ends the recording; the changes must be undone then."""
+        self._is_recording = False
+        self._journal = []
 
     def close(self) -> None:
         """From now on iterations begin anew."""
-        self._is_open = False
+        self.is_open = False
         while self.on_close:
             self.on_close.pop()()
 
+    def closing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, after which nothing is taken from the tape: it sets the iterable to another place."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.close()
+            return function(*args, **kwargs)
+
+        return call
+
     def begins(self) -> bool:
         """Whether the iteration that begins now is this one."""
-        if self._is_open and (self._is_stream or self._creation.is_undone()):
-            self._creation.redo()
-            return True
-        self.close()
-        return False
+        as_recorded = self.is_open and self._creation.is_undone()
+        if not self.is_open or not (as_recorded or self._is_stream):
+            self.close()
+            return False
+        if not as_recorded and self._draw is not None and not self._creation.is_undone(random_only=True):
+            self._draw()
+        self._creation.redo()
+        return True
 
     def __next__(self) -> Any:
+        if self._is_recording:
+            self._pulled.append(self._recorded(lambda: next(self._live)))
+            return self._pulled[-1][0]
         if not self._pulled:
             return next(self._live)
         self.close()
@@ -291,7 +321,7 @@ class Tape(Iterator[Any]):
         if self._is_stream or change.is_undone() or not self._creation.is_random:
             change.redo()
             return item
-        # The state it was drawn from is another one by now.
+        # What it was drawn from has changed since.
         self._pulled.clear()
         self._live, creation = record(self._cells, self._make)
         creation.undo()
@@ -324,21 +354,15 @@ class PutBack:
 
     def __next__(self) -> Any:
         tape = self.__dict__["_tape"]
-        return next(tape if tape._is_open else self.__dict__["_iterable"])
+        return next(tape if tape.is_open else self.__dict__["_iterable"])
 
     def __len__(self) -> int:
         return len(self.__dict__["_iterable"])
 
     def __getattr__(self, name: str) -> Any:
         if name == "load_state_dict":
-            return functools.partial(load_state_anew, self.__dict__["_iterable"], self.__dict__["_tape"])
+            return self.__dict__["_tape"].closing(self.__dict__["_iterable"].load_state_dict)
         return getattr(self.__dict__["_iterable"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["_iterable"], name, value)
-
-
-def load_state_anew(loader: Any, tape: Tape, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """``loader.load_state_dict``, after which nothing is taken from the tape."""
-    tape.close()
-    return loader.load_state_dict(state, *args, **kwargs)

@@ -49,11 +49,28 @@ class PlanBook:
         self.tracing = True
         try:
             with preserved_rng(device):
-                return trace_step(
+                trace = trace_step(
                     self.root, self.groups, step, own_copy(batch), self._observer.muted, self._rules, self.fake_mode
                 )
         finally:
             self.tracing = False
+        self._check_end(trace)
+        return trace
+
+    def _check_end(self, trace: Trace) -> None:
+        """A step that fails while it is traced must have got behind its last block."""
+        if trace.tail_error is None:
+            return
+        called = {call.group for call in trace.calls}
+        for trunk in self.units.trunks:
+            blocks = [name for name in self.units.names if name in self.units.blocks and name.startswith(trunk + ".")]
+            left = [name for name in blocks if name not in called]
+            if left and len(left) < len(blocks):
+                raise StepError(
+                    f"The step cannot be followed from {trace.calls[-1].unit!r} to {left[0]!r}: it looks at values between "
+                    f"blocks, which are not known beforehand ({type(trace.tail_error).__name__}: {trace.tail_error}). Move "
+                    "the code that does into a block, or train without a pipeline (pipeline_parallel_size=1)."
+                ) from trace.tail_error
 
     def decide(self, kind: str, names: tuple[str, ...], stage_of: Sequence[int], ownership: Ownership) -> None:
         """Fixes where the calls of a kind of step run and where the units live."""

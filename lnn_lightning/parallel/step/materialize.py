@@ -59,7 +59,7 @@ def materialize(root: nn.Module, lives_here: Callable[[str], bool], seed: int) -
         for name, module in root.named_modules():
             own = [*module._parameters.values(), *module._buffers.values()]
             if any(id(tensor) in made for tensor in own if tensor is not None):
-                reseed(seed_of(seed, *name.encode()))
+                reseed(seed_of(seed, *name.encode()), torch.device("cpu"))
                 _initialise(root, name, module)
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         if id(tensor) in made and tensor.is_floating_point() and bool(tensor.isnan().any()):

@@ -43,9 +43,16 @@ def _forkable(device: torch.device) -> str:
     return device.type if device.type != "cpu" else "cuda"
 
 
-def reseed(seed: int) -> None:
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Seeds torch's generators of the CPU and of one device (``torch.manual_seed`` formats a stack trace for each)."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device.type).manual_seed(seed)
+
+
+def reseed(seed: int, device: torch.device) -> None:
     """Seeds all global generators."""
-    torch.manual_seed(seed)
+    seed_torch(seed, device)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
@@ -62,9 +69,9 @@ class GlueRandomness(TorchDispatchMode):
     Operations on absent values are counted too, so the numbers agree between stages.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__()
-        self._seed = seed
+        self._seed, self._device = seed, device
         self._count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,7 +79,7 @@ class GlueRandomness(TorchDispatchMode):
         if is_random(func):
             self._count += 1
             seed = seed_of(self._seed, self._count)
-            torch.manual_seed(seed)
+            seed_torch(seed, self._device)
             if (generator := kwargs.get("generator")) is not None:
                 generator.manual_seed(seed)
         return func(*args, **kwargs)
@@ -90,6 +97,6 @@ class GlueRandomness(TorchDispatchMode):
             self.__enter__()
 
 
-def glue_randomness(seed: int | None) -> Any:
+def glue_randomness(seed: int | None, device: torch.device) -> Any:
     """Context for the glue code of one run; a no-op without a seed."""
-    return GlueRandomness(seed) if seed is not None else nullcontext()
+    return GlueRandomness(seed, device) if seed is not None else nullcontext()

@@ -48,7 +48,7 @@ class _Run:
             return self.plan.answer(call, args, kwargs, self.values)
         self._check_present(call, args, kwargs)
         if call.random:
-            reseed(seed_of(self.seed, call.index))
+            reseed(seed_of(self.seed, call.index), self.plan.device)
         self.inside = True
         try:
             with self.randomness.suspended() if self.randomness is not None else nullcontext():
@@ -137,10 +137,11 @@ class StepRunner:
     @contextmanager
     def _in_run(self, run: _Run) -> Iterator[None]:
         previous, self._run = self._run, run
-        reseed(seed_of(run.seed, _GLUE))
+        device = run.plan.device
+        reseed(seed_of(run.seed, _GLUE), device)
         try:
             glue_seed = seed_of(run.seed, _GLUE) if run.plan.trace.glue_random else None
-            with glue_randomness(glue_seed) as run.randomness:
+            with glue_randomness(glue_seed, device) as run.randomness:
                 yield
         finally:
             self._run = previous
