@@ -13,6 +13,8 @@ list of actions has by itself (simulated without communication), `paper` the for
 """
 
 import argparse
+import contextlib
+import io
 import statistics
 import time
 from collections.abc import Callable
@@ -256,8 +258,14 @@ def compute_rank(rank: int, world_size: int, settings: Compute) -> tuple[dict[st
     return {name: times[1:] for name, times in turns.times.items()}, turns.first_losses  # the first round is warm-up
 
 
+def run_quietly(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Run ranks without showing what Lightning says on them."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return launch_ranks(fn, world_size, *args, timeout=3600)
+
+
 def compute_table(settings: Compute) -> str:
-    results = launch_ranks(compute_rank, 2, settings, timeout=3600)
+    results = run_quietly(compute_rank, 2, settings)
     times, losses = results[0][0], results[0][1] | results[1][1]
     reference = losses["one process"]
     if any(abs(loss - reference) > 1e-4 * reference for loss in losses.values()):
@@ -469,7 +477,7 @@ def sleep_table(settings: Sleep) -> str:
         "|---|---|---|---|---|---|",
     ]
     for schedule in settings.schedules:
-        times = launch_ranks(sleep_rank, p, settings, schedule, timeout=1800)[0]
+        times = run_quietly(sleep_rank, p, settings, schedule)[0]
         median = statistics.median(times)
         ideal = 1 - work / ideal_step(schedule, settings)
         lines.append(
@@ -492,7 +500,7 @@ def main() -> None:
     sleep = Sleep(seconds=0.03, steps=2) if options.quick else Sleep()
     sleep = Sleep(seconds=sleep.seconds, steps=sleep.steps, schedules=tuple(options.schedules))
     if options.only != "sleep":
-        print(compute_table(compute), "\n", flush=True)
+        print(compute_table(compute), flush=True, end="\n\n")
     if options.only != "compute":
         print(sleep_table(sleep), flush=True)
 

@@ -316,8 +316,8 @@ def _install(loader: DataLoader, tape: Tape) -> None:
     loader.__dict__["_get_iterator"] = get_iterator
     object.__setattr__(loader, _RECORD, [*kept, ((tape,), _install)])
     if (load := getattr(loader, "load_state_dict", None)) is not None:
-        loader.__dict__["load_state_dict"] = tape.closing(load)
-    tape.on_close.append(remove)
+        loader.__dict__["load_state_dict"] = tape.retiring(load)
+    tape.on_retire.append(remove)
 
 
 # ------------------------------------------------------------------------------------------------ the batch

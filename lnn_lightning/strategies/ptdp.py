@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -43,6 +43,15 @@ _STEPS = {
     TrainerFn.VALIDATING: "validation_step",
     TrainerFn.TESTING: "test_step",
     TrainerFn.PREDICTING: "predict_step",
+}
+
+
+_LOSS_FORM = {
+    "other": "The loss of a batch is neither the mean nor the sum of the losses of its parts (a contrastive loss, or a mean "
+    "over a part of the targets only). With micro-batches and data ranks it is the mean over them, as under gradient "
+    "accumulation. For the loss of the whole local batch set `microbatches=1`.",
+    "unknown": "It could not be found out whether the loss is a mean or a sum over samples; it is taken for a mean. If it is "
+    "a sum, set `microbatches=1` or divide it by the number of samples.",
 }
 
 
@@ -134,8 +143,11 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
+        batch = None
         if self._engine is None or self._engine.root is not module:
-            self._prepare(trainer, module)
+            batch = self._prepare(trainer, module)
+        if trainer.state.fn == TrainerFn.FITTING and self.engine.loss_form is None:
+            self._find_loss_form(batch if batch is not None else self._first_batch(trainer))
         convert_module(module, device=self.root_device)
         self.model = module
         if trainer.state.fn == TrainerFn.FITTING:
@@ -145,33 +157,48 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
 
-    def _prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> Any:
+        """Makes the engine, cuts the module, and returns the batch it was traced with."""
         agreement = MeshAgreement(
             (self.mesh.group(PIPELINE),), lambda parameter: self.engine.residence.counts_here(parameter), self.root_device
         )
         self.precision_plugin = mesh_precision(self.precision_plugin, agreement)
         self.precision_plugin.convert_module(module)
         set_metric_group(module, self.mesh.group(DATA))
+        batch = self._first_batch(trainer)
+        observer = LightningObserver(module)
+        seed = self.broadcast(torch.initial_seed() % 2**62)
+        self._engine = PipelineEngine(module, self._settings, self.mesh, observer, seed)
         kind = _STEPS[trainer.state.fn]  # type: ignore[index]
+        plan = self._engine.prepare(kind, self._example_step(kind), batch, trainer.state.fn == TrainerFn.FITTING)
+        self._driver = StepDriver(module, self._engine, observer, self.mesh, self.root_device)
+        rank_zero_info(layout_table(plan, self._engine.residence, self._settings.placement))
+        return batch
+
+    def _first_batch(self, trainer: pl.Trainer) -> Any:
+        """One batch of the loop that starts. Collective: a rank without one stops all."""
         batch, error = None, None
         try:
             batch = self._example_batch if self._example_batch is not None else peek_batch(trainer)
             if batch is None:
-                raise StepError(
-                    f"There is no batch to trace {kind} with: the dataloader is empty. Pass `example_batch=` to the strategy."
-                )
+                raise StepError("There is no batch to trace the step with: the dataloader is empty. Pass `example_batch=`.")
             batch = self.precision_plugin.convert_input(batch)
         except Exception as caught:  # noqa: BLE001 - told to all ranks
             error = caught
         agree(error, dist.group.WORLD, self.root_device)
-        observer = LightningObserver(module)
-        seed = self.broadcast(torch.initial_seed() % 2**62)
-        self._engine = PipelineEngine(module, self._settings, self.mesh, observer, seed)
+        return batch
+
+    def _example_step(self, kind: str) -> Any:
+        assert self.lightning_module is not None
         step = self._user_step(kind, self._example_arguments(kind))
-        training = trainer.state.fn == TrainerFn.FITTING
-        plan = self._engine.prepare(kind, self._computing(step) if training else step, batch, training)
-        self._driver = StepDriver(module, self._engine, observer, self.mesh, self.root_device)
-        rank_zero_info(layout_table(plan, self._engine.residence, self._settings.placement))
+        if kind != "training_step" or self.lightning_module.automatic_optimization:
+            return step
+        return computing_step(self.lightning_module, step)
+
+    def _find_loss_form(self, batch: Any) -> None:
+        self.engine.find_loss_form(self._example_step("training_step"), batch)
+        if (warning := _LOSS_FORM.get(self.engine.loss_form or "")) is not None:
+            rank_zero_warn(warning)
 
     def _example_arguments(self, kind: str) -> tuple[Any, ...]:
         function = getattr(self.lightning_module, kind)
@@ -211,10 +238,6 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
             "predict_step": plugin.predict_step_context,
         }[kind]
         return partial(_call, module, kind, context, arguments)
-
-    def _computing(self, step: Any) -> Any:
-        assert self.lightning_module is not None
-        return step if self.lightning_module.automatic_optimization else computing_step(self.lightning_module, step)
 
     @override
     def training_step(self, batch: Any, *arguments: Any) -> Any:

@@ -271,7 +271,7 @@ class Tape(Iterator[Any]):
         self._make, self._cells, self._is_stream, self._journal, self._draw = make, cells, is_stream, journal, draw
         self._pulled: deque[tuple[Any, Change]] = deque()
         self._is_recording = self.is_open = True
-        self.on_close: list[Callable[[], None]] = []
+        self.on_retire: list[Callable[[], None]] = []
         self._live, self._creation = self._recorded(make)
 
     def _recorded(self, operation: Callable[[], T]) -> tuple[T, Change]:
@@ -284,17 +284,17 @@ class Tape(Iterator[Any]):
         self._is_recording = False
         self._journal = []
 
-    def close(self) -> None:
+    def retire(self) -> None:  # not `close`: that is what `yield from` calls on an iterator
         """From now on iterations begin anew."""
         self.is_open = False
-        while self.on_close:
-            self.on_close.pop()()
+        while self.on_retire:
+            self.on_retire.pop()()
 
-    def closing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def retiring(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, after which nothing is taken from the tape: it sets the iterable to another place."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.close()
+            self.retire()
             return function(*args, **kwargs)
 
         return call
@@ -303,7 +303,7 @@ class Tape(Iterator[Any]):
         """Whether the iteration that begins now is this one."""
         as_recorded = self.is_open and self._creation.is_undone()
         if not self.is_open or not (as_recorded or self._is_stream):
-            self.close()
+            self.retire()
             return False
         if not as_recorded and self._draw is not None and not self._creation.is_undone(random_only=True):
             self._draw()
@@ -316,7 +316,7 @@ class Tape(Iterator[Any]):
             return self._pulled[-1][0]
         if not self._pulled:
             return next(self._live)
-        self.close()
+        self.retire()
         item, change = self._pulled.popleft()
         if self._is_stream or change.is_undone() or not self._creation.is_random:
             change.redo()
@@ -361,7 +361,7 @@ class PutBack:
 
     def __getattr__(self, name: str) -> Any:
         if name == "load_state_dict":
-            return self.__dict__["_tape"].closing(self.__dict__["_iterable"].load_state_dict)
+            return self.__dict__["_tape"].retiring(self.__dict__["_iterable"].load_state_dict)
         return getattr(self.__dict__["_iterable"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset
@@ -613,8 +613,10 @@ def test_nothing_to_peek_at() -> None:
     assert peeked({"a": DataLoader(Numbers(), 2), "b": DataLoader(Numbers(0), 2)})[0] is None
     with pytest.raises(TypeError, match="invalid dataloader"):
         peeked(object())
-    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="train_dataloader"):
-        peeked()
+    trainer, model = pl.Trainer(**QUIET), Model()
+    trainer.state.fn = TrainerFn.FITTING
+    trainer.fit_loop._data_source.instance = model
+    assert peek_batch(trainer) is None, "there is no such hook"
 
 
 def test_an_error_of_the_users_comes_through_and_leaves_the_state() -> None:

@@ -1,10 +1,12 @@
 """Unmodified models of many kinds: the proof that any of them can be run in a pipeline."""
 
-from tests.zoo import huggingface, language, odd, vision
+from tests.zoo import huggingface, language, losses, odd, vision
 from tests.zoo.base import Case
 
 ZOO: dict[str, Case] = {
-    case.name: case for cases in (odd.CASES, language.CASES, vision.CASES, huggingface.CASES) for case in cases
+    case.name: case
+    for cases in (odd.CASES, losses.CASES, language.CASES, vision.CASES, huggingface.CASES)
+    for case in cases
 }
 
 __all__ = ["ZOO", "Case"]

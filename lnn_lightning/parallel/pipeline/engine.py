@@ -19,6 +19,7 @@ from lnn_lightning.parallel.pipeline.forward import forward_only
 from lnn_lightning.parallel.pipeline.ownership import Ownership, find_ownership
 from lnn_lightning.parallel.pipeline.partition import partition
 from lnn_lightning.parallel.pipeline.plans import PlanBook
+from lnn_lightning.parallel.pipeline.probe import LossForm, find_loss_form
 from lnn_lightning.parallel.pipeline.residence import Residence
 from lnn_lightning.parallel.pipeline.schedules import Placement
 from lnn_lightning.parallel.pipeline.stage import WatchedStage
@@ -89,6 +90,7 @@ class PipelineEngine:
         self.stages = self.placement.stages_of(self.rank)
         self.steps_done = [0, 0]
         self.residence: Residence
+        self.loss_form: LossForm | None = None
         self._deferred = defer_meta_tensors(root)
         units = find_units(root, self.placement.num_stages, settings.split_points)
         self.book = PlanBook(root, units, self.placement.num_stages, observer)
@@ -124,9 +126,9 @@ class PipelineEngine:
             self.root.train(training)
             with torch.set_grad_enabled(training):
                 trace = self.book.trace(step, microbatch)
-            self.root.train(was_training)
             sizes = {name: parameter.numel() for name, parameter in self.root.named_parameters()}
             stage_of = partition(trace, sizes, self.placement.num_stages, self.settings.split_points)
+            self.root.train(was_training)
             decision = [(trace.names, stage_of)]
         except Exception as caught:  # noqa: BLE001 - told to all ranks below
             error = caught
@@ -154,6 +156,18 @@ class PipelineEngine:
         agree(error, world, comm_device)
         with torch.set_grad_enabled(training):
             return Plan(trace, stage_of, self.book.cut(trace, stage_of), self.book.fake_mode, device)
+
+    def find_loss_form(self, step: Step, batch: Any) -> None:
+        """Finds out how the loss adds up over samples; once before training. Collective over all ranks."""
+        form: LossForm = "mean"
+        whole = len(self.split(batch, training=True)) * self.mesh.size(DATA) == 1
+        if self.is_last and not whole:
+            self.root.train()
+            form = find_loss_form(self.book, self._runner, self.observer, step, batch)
+        decision = [form]
+        source = self.mesh.layout.rank_of(self.last_rank, 0, 0)
+        dist.broadcast_object_list(decision, src=source, device=self._communication_device())
+        self.loss_form = decision[0]
 
     def setup_training(self) -> None:
         """Makes what training needs besides the module; call when parameters are on their device."""
@@ -303,7 +317,8 @@ class _TrainStep:
         engine = self.engine
         if engine.is_last:
             group = engine.mesh.group(DATA)
-            self.weights = weigh(self.batch, self.parts, self.plans, self._dry_run, group, self.device)
+            form = engine.loss_form or "mean"
+            self.weights = weigh(self.batch, self.parts, self.plans, self._dry_run, form, group, self.device)
 
     @contextmanager
     def _dry_run(self, index: int) -> Iterator[Callable[[], Any]]:

@@ -164,11 +164,15 @@ class WatchedStage(PipelineStage):
     def _can_split(self, chunk: int) -> bool:
         """Torch's split of input and weight backward is right for a chain of units only.
 
-        It goes through the graph twice where a value feeds several units, or glue computes with parameters.
+        It goes through the graph twice where a value feeds several units, a parameter is used by several calls, or glue
+        computes with parameters.
         """
         plan = self._plans[chunk]
         own = [call for call in plan.trace.calls if plan.stage_of[call.index] == self.stage_index]
         if any(call.glue_parameters for call in own) or (self.is_last and plan.trace.tail_parameters):
+            return False
+        used = Counter(name for call in own for name in call.parameters)
+        if any(count > 1 for count in used.values()):
             return False
         uses = Counter(key for call in own for key in call.needs)
         uses.update(plan.sent(self.stage_index))

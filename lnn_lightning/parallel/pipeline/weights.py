@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.pipeline.probe import LossForm
 from lnn_lightning.parallel.step.batch import batch_size_of
 from lnn_lightning.parallel.step.losses import LossCall, counted_losses
 from lnn_lightning.parallel.step.plan import Plan
@@ -23,8 +24,8 @@ class Weights:
     """How the last stage weighs its micro-batches.
 
     Attributes:
-        microbatch: weight of one micro-batch's loss; they add up to one, times the batch's share where data ranks have
-            batches of different sizes.
+        microbatch: weight of one micro-batch's loss. They add up to one, times the batch's share where data ranks have
+            batches of different sizes; for a loss that is a sum they undo the averaging over data ranks.
         losses: for each micro-batch, what the sum of each mean loss is multiplied with; None: means are right as they are.
     """
 
@@ -37,6 +38,7 @@ def weigh(
     microbatches: Sequence[Any],
     plans: Sequence[Plan],
     dry_run: Callable[[int], AbstractContextManager[Callable[[], Any]]],
+    form: LossForm,
     data_group: dist.ProcessGroup,
     device: torch.device,
 ) -> Weights:
@@ -48,6 +50,7 @@ def weigh(
         plans: their plans.
         dry_run: ``dry_run(i)`` opens a context and gives a function that runs the step on micro-batch ``i`` with every
             unit absent.
+        form: how the loss adds up over samples.
         data_group: ranks that run the last stage on other data.
         device: device for the collectives.
 
@@ -62,7 +65,7 @@ def weigh(
     totals = torch.tensor([size, float(doubtful)], dtype=torch.float64)
     if ranks > 1:
         totals = _summed(totals, data_group, device)
-    weight = size * ranks / float(totals[0]) / count
+    weight = float(ranks) if form == "sum" else size * ranks / float(totals[0]) / count
     if not totals[1] or plans[0].trace.tail_error is not None:
         return Weights(weight)
     counts = torch.stack([_count(index, len(calls), dry_run) for index in range(count)])

@@ -55,10 +55,11 @@ def split_batch(batch: Any, count: int) -> list[Any]:
     if size % count:
         raise StepError(f"A batch of {size} samples cannot be cut into {count} equal micro-batches.")
     step = size // count
-    return [_cut(batch, size, start, start + step) for start in range(0, size, step)]
+    return [cut_batch(batch, size, start, start + step) for start in range(0, size, step)]
 
 
-def _cut(tree: Any, size: int, start: int, stop: int) -> Any:
+def cut_batch(tree: Any, size: int, start: int, stop: int) -> Any:
+    """Samples ``start`` to ``stop`` of a batch of ``size``."""
     if isinstance(tree, Tensor):
         if tree.dim() == 0:
             return tree
@@ -75,7 +76,7 @@ def _cut(tree: Any, size: int, start: int, stop: int) -> Any:
     if found is None:
         return tree
     children, rebuild = found
-    return rebuild([_cut(child, size, start, stop) for child in children])
+    return rebuild([cut_batch(child, size, start, stop) for child in children])
 
 
 def _is_one_entry_a_sample(entries: list[Any] | tuple[Any, ...], size: int) -> bool:

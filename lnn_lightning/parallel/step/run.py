@@ -129,9 +129,9 @@ class StepRunner:
             self._run = run
 
     @contextmanager
-    def all_absent(self, plan: Plan, seed: int) -> Iterator[None]:
-        """Every unit answers with absent values inside; glue is real, with the random numbers of a real run."""
-        with self._in_run(_Run(plan, ALL_ABSENT, {}, seed)):
+    def all_absent(self, plan: Plan, seed: int, values: dict[Key, Tensor] | None = None) -> Iterator[None]:
+        """Every unit answers with absent (or the given) values inside; glue is real, with a real run's random numbers."""
+        with self._in_run(_Run(plan, ALL_ABSENT, values or {}, seed)):
             yield
 
     @contextmanager
