@@ -1,7 +1,7 @@
 """A checkpoint as a folder: tensors by ``torch.distributed.checkpoint``, everything else in ``meta.pt``.
 
-Each rank writes what it holds, under the user's names; a tensor that several ranks hold is written once. Nothing is ever
-unpickled freely: tensors and ``meta.pt`` load with ``weights_only=True``, and the index of the folder through an
+Each rank writes what it holds, under the user's names; a tensor that several ranks hold is written once. Nothing is
+ever unpickled freely: tensors and ``meta.pt`` load with ``weights_only=True``, and the index of the folder through an
 unpickler that knows a handful of plain data classes.
 """
 

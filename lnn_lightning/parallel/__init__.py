@@ -1,0 +1,1 @@
+"""Mechanism: meshes, watched steps, pipelines. Plain torch, no Lightning."""

@@ -120,7 +120,8 @@ class CheckpointHooks(MeshStrategy):
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"The checkpoint does not fit {type(self.lightning_module).__name__} (rank {self.global_rank}): "
-                f"missing {missing}, unexpected {unexpected}. Set `strict_loading = False` in the module to load what fits."
+                f"missing {missing}, unexpected {unexpected}. Set `strict_loading = False` in the module to load "
+                f"what fits."
             )
 
     @override

@@ -7,7 +7,6 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
@@ -29,7 +28,7 @@ class DataHooks(MeshStrategy):
     """Data part of a strategy whose pipeline ranks must load the same batches."""
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Seeds workers by the data rank, and evaluates each sample once, without the padding of ``DistributedSampler``."""
+        """Seeds workers by the data rank, and evaluates each sample once (``DistributedSampler`` pads)."""
         if not isinstance(dataloader, DataLoader):
             return dataloader
         assert self.lightning_module is not None
@@ -50,7 +49,11 @@ class DataHooks(MeshStrategy):
                 shuffle=False,
             )
             dataloader = _update_dataloader(dataloader, once, mode=stage)
-        if dataloader.num_workers > 0 and dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
+        if (
+            dataloader.num_workers > 0
+            and dataloader.worker_init_fn is None
+            and int(os.environ.get("PL_SEED_WORKERS", 0))
+        ):
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_parallel_rank)
         return dataloader
 
@@ -64,7 +67,8 @@ class DataHooks(MeshStrategy):
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.group(DATA))
         if fewest < most:
             rank_zero_warn(
-                f"The data ranks have different numbers of training batches, from {float(fewest):g} to {float(most):g}: all "
+                f"The data ranks have different numbers of training batches, from {float(fewest):g} to "
+                f"{float(most):g}: all "
                 f"stop after {float(fewest):g}. Divide the samples evenly to use all of them."
             )
             loop.max_batches = int(fewest)
@@ -86,8 +90,8 @@ class DataHooks(MeshStrategy):
 def interleave_predictions(parts: list[list[Any]]) -> list[Any]:
     """Batches in dataset order from those of the data ranks, where rank ``r`` of ``n`` had samples ``r, r + n, ...``.
 
-    Batch ``k`` of the result holds the samples of every rank's batch ``k``. Predictions that are not tensors with a batch
-    dimension are not joined: the ranks' batches follow each other.
+    Batch ``k`` of the result holds the samples of every rank's batch ``k``. Predictions that are not tensors with a
+    batch dimension are not joined: the ranks' batches follow each other.
     """
     merged: list[Any] = []
     missing = object()

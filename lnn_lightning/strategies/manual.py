@@ -82,8 +82,8 @@ def computing_step(module: pl.LightningModule, step: Callable[[Any], Any]) -> Ca
             step(batch)
         if len(losses) != 1:
             raise StepError(
-                f"training_step called `manual_backward` {len(losses)} times; under a pipeline it must be called once a "
-                "step. Add up the losses and call it once."
+                f"training_step called `manual_backward` {len(losses)} times; under a pipeline it must be called "
+                f"once a step. Add up the losses and call it once."
             )
         return losses[0]
 

@@ -136,8 +136,8 @@ class MeshStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         if isinstance(self._layer_sync, LayerSync):
             raise NotImplementedError(
-                "`Trainer(sync_batchnorm=True)` is not supported: under micro-batches BatchNorm sees one micro-batch at a "
-                "time. Leave it out."
+                "`Trainer(sync_batchnorm=True)` is not supported: under micro-batches BatchNorm sees one micro-batch "
+                "at a time. Leave it out."
             )
         super().setup_environment()
         reset_seed()
@@ -154,7 +154,7 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces over the data ranks (all ranks of a pipeline hold the same values). Half precision is summed in fp32."""
+        """Reduces over the data ranks (a pipeline's ranks hold the same values). Half precision is summed in fp32."""
         if not isinstance(tensor, Tensor):
             return tensor
         narrow = tensor.dtype in (torch.float16, torch.bfloat16)

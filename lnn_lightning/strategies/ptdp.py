@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -47,20 +45,21 @@ _STEPS = {
 
 
 _LOSS_FORM = {
-    "other": "The loss of a batch is neither the mean nor the sum of the losses of its parts (a contrastive loss, or a mean "
+    "other": "The loss of a batch is neither the mean nor the sum of the losses of its parts (a contrastive loss, or "
+    "a mean "
     "over a part of the targets only). With micro-batches and data ranks it is the mean over them, as under gradient "
     "accumulation. For the loss of the whole local batch set `microbatches=1`.",
-    "unknown": "It could not be found out whether the loss is a mean or a sum over samples; it is taken for a mean. If it is "
-    "a sum, set `microbatches=1` or divide it by the number of samples.",
+    "unknown": "It could not be found out whether the loss is a mean or a sum over samples; it is taken for a mean. "
+    "If it is a sum, set `microbatches=1` or divide it by the number of samples.",
 }
 
 
 class PTDPStrategy(CheckpointHooks, DataHooks):
     """Trains an unmodified LightningModule on a mesh of pipeline and data ranks.
 
-    The module's ``training_step`` is traced once; its blocks are cut into stages, and from then on every rank runs the same
-    ``training_step``, micro-batch by micro-batch, with the blocks that live elsewhere answered by values received from
-    there (docs/architecture.md). PTD-P: Narayanan et al. 2021, arXiv 2104.04473.
+    The module's ``training_step`` is traced once; its blocks are cut into stages, and from then on every rank runs the
+    same ``training_step``, micro-batch by micro-batch, with the blocks that live elsewhere answered by values received
+    from there (docs/architecture.md). PTD-P: Narayanan et al. 2021, arXiv 2104.04473.
 
     Args:
         data_parallel_size: ranks that see different data; ``"auto"``: what the other axes leave.
@@ -71,7 +70,8 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
         microbatches: parts a local batch is cut into. A batch it does not divide uses the largest divisor below it.
             ``"auto"``: four a pipeline rank, one without a pipeline.
         stages_per_rank: more than one: stages go round the ranks (interleaved).
-        split_points: names of the sub-modules that begin the second, third, ... stage; None: found by the trace and balanced.
+        split_points: names of the sub-modules that begin the second, third, ... stage; None: found by the trace and
+            balanced.
         evaluation_microbatches: the same as ``microbatches`` for validation, test and prediction. One gives exactly the
             results of one process.
         example_batch: a batch to trace with, if the dataloader cannot be peeked at.
@@ -116,7 +116,10 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
             if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
                 raise LayoutError(f"`{name}` must be 'auto' or a whole number of at least 1, got {count!r}.")
         self._settings = PipelineSettings(
-            place(schedule, pipeline_parallel_size, stages_per_rank), microbatches, evaluation_microbatches, split_points
+            place(schedule, pipeline_parallel_size, stages_per_rank),
+            microbatches,
+            evaluation_microbatches,
+            split_points,
         )
         self._example_batch = example_batch
         self._engine: PipelineEngine | None = None
@@ -160,7 +163,9 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
     def _prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> Any:
         """Makes the engine, cuts the module, and returns the batch it was traced with."""
         agreement = MeshAgreement(
-            (self.mesh.group(PIPELINE),), lambda parameter: self.engine.residence.counts_here(parameter), self.root_device
+            (self.mesh.group(PIPELINE),),
+            lambda parameter: self.engine.residence.counts_here(parameter),
+            self.root_device,
         )
         self.precision_plugin = mesh_precision(self.precision_plugin, agreement)
         self.precision_plugin.convert_module(module)
@@ -181,7 +186,9 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
         try:
             batch = self._example_batch if self._example_batch is not None else peek_batch(trainer)
             if batch is None:
-                raise StepError("There is no batch to trace the step with: the dataloader is empty. Pass `example_batch=`.")
+                raise StepError(
+                    "There is no batch to trace the step with: the dataloader is empty. Pass `example_batch=`."
+                )
             batch = self.precision_plugin.convert_input(batch)
         except Exception as caught:  # noqa: BLE001 - told to all ranks
             error = caught
@@ -203,7 +210,9 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
     def _example_arguments(self, kind: str) -> tuple[Any, ...]:
         function = getattr(self.lightning_module, kind)
         if is_param_in_hook_signature(function, "dataloader_iter", explicit=True):
-            raise StepError(f"{kind}(dataloader_iter) is not supported: take a batch, `{kind}(self, batch, batch_idx)`.")
+            raise StepError(
+                f"{kind}(dataloader_iter) is not supported: take a batch, `{kind}(self, batch, batch_idx)`."
+            )
         arguments = (0,) if is_param_in_hook_signature(function, "batch_idx", min_args=2) else ()
         if kind != "training_step" and is_param_in_hook_signature(function, "dataloader_idx", explicit=True):
             arguments += (0,)
@@ -215,14 +224,17 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization and len(self.optimizers) > 1:
             raise StepError(
-                f"Manual optimization with {len(self.optimizers)} optimizers cannot be pipelined: their steps would meet "
+                f"Manual optimization with {len(self.optimizers)} optimizers cannot be pipelined: their steps would "
+                f"meet "
                 "blocks on different stages at different times. Use one optimizer with several parameter groups."
             )
         names = {id(p): name for name, p in self.lightning_module.named_parameters()}
         self._group_names = []
         for optimizer in self.optimizers:
             if isinstance(optimizer, LBFGS):
-                raise StepError("LBFGS needs all parameters in one place; use an optimizer that updates each by itself.")
+                raise StepError(
+                    "LBFGS needs all parameters in one place; use an optimizer that updates each by itself."
+                )
             groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
             self._group_names.append(groups)
             _keep_own_parameters(optimizer)

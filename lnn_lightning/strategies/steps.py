@@ -25,8 +25,8 @@ from lnn_lightning.strategies.manual import computing_step, replaced
 
 Step = Callable[[Any], Any]
 _ONE_BACKWARD = (
-    "training_step called `manual_backward` twice; under a pipeline it can be called once a step. Add up the losses and call "
-    "it once."
+    "training_step called `manual_backward` twice; under a pipeline it can be called once a step. Add up the losses "
+    "and call it once."
 )
 
 
@@ -146,7 +146,9 @@ class StepDriver:
             with replaced(module, manual_backward=backward):
                 step(part)
         if not done:
-            raise StepError("training_step (manual optimization) returned without calling `self.manual_backward(loss)`.")
+            raise StepError(
+                "training_step (manual optimization) returned without calling `self.manual_backward(loss)`."
+            )
         loss, shared = done[0]
         self._tell(shared)
         return {"loss": loss.detach()}
@@ -196,7 +198,8 @@ class StepDriver:
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[float], sizes: Sequence[int] | None) -> Any:
     """What a step on the whole batch would have returned, from what it returned for the micro-batches.
 
-    Scalars are averaged, tensors with a batch dimension and lists with an entry a sample joined; of others the last stays.
+    Scalars are averaged, tensors with a batch dimension and lists with an entry a sample joined; of others the last
+    stays.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -205,7 +208,9 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float], sizes: Seque
     flat = [tree_flatten(output) for output in outputs]
     if len({len(leaves) for leaves, _ in flat}) > 1:
         return outputs[-1]
-    return flat[-1][1]([_merge_leaves(column, weights, sizes) for column in zip(*(leaves for leaves, _ in flat), strict=True)])
+    return flat[-1][1](
+        [_merge_leaves(column, weights, sizes) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+    )
 
 
 def _merge_leaves(column: Sequence[Any], weights: Sequence[float], sizes: Sequence[int] | None) -> Any:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.zoo.base import Case, generator, tokens
-from tests.zoo.language import LENGTH, VOCABULARY, GPT, LitGPT
+from tests.zoo.language import GPT, LENGTH, VOCABULARY, LitGPT
 from tests.zoo.odd import FEATURES, TARGETS, Regression
 
 IGNORED = -100
@@ -110,6 +110,18 @@ class TwoLosses(LanguageLoss):
         return loss
 
 
+class Contrastive(Regression):
+    """Each sample against all others of its batch: micro-batches are smaller batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        left = F.normalize(self(x), dim=-1)
+        right = F.normalize(x[:, :TARGETS], dim=-1)
+        loss = F.cross_entropy(left @ right.T / 0.5, torch.arange(x.size(0), device=x.device))
+        self.log("train_loss", loss)
+        return loss
+
+
 def _masked_tokens(n: int, batch_size: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     rng = generator(1)
     result = []
@@ -130,8 +142,8 @@ def _vectors(n: int, batch_size: int, dtype: torch.dtype) -> list[tuple[Tensor, 
     ]
 
 
-def _language(name: str, build: Any, notes: str) -> Case:
-    return Case(name, build, _masked_tokens, 4, notes, equal_shares=False)
+def _language(name: str, build: Any, notes: str, **options: Any) -> Case:
+    return Case(name, build, _masked_tokens, 4, notes, equal_shares=False, **options)
 
 
 CASES = [
@@ -148,6 +160,7 @@ CASES = [
         equal_shares=False,
     ),
     _language("nll_loss", LogSoftmaxAndNll, "log_softmax and nll_loss"),
-    _language("masked_mean", HandWrittenMask, "a mask and a division written by hand"),
+    _language("masked_mean", HandWrittenMask, "a mask and a division written by hand", per_sample=False),
+    Case("contrastive", Contrastive, _vectors, 4, "samples against each other", per_sample=False),
     _language("two_losses", TwoLosses, "a mean over some targets and one over all"),
 ]

@@ -1,0 +1,1 @@
+"""Data parallelism of a stage."""

@@ -1,0 +1,1 @@
+"""Partition, stages and schedules of the watched step."""

@@ -140,8 +140,8 @@ class PipelineEngine:
         try:
             if names != trace.names:
                 raise StepError(
-                    f"The step calls {list(trace.names)} on rank {dist.get_rank()} and {list(names)} on rank 0: all ranks "
-                    "must run the same model and the same step."
+                    f"The step calls {list(trace.names)} on rank {dist.get_rank()} and {list(names)} on rank 0: all "
+                    f"ranks must run the same model and the same step."
                 )
             ownership = find_ownership(self.root, self.book.units, trace, stage_of, self.placement.num_stages)
         except Exception as caught:  # noqa: BLE001
@@ -189,7 +189,9 @@ class PipelineEngine:
 
     # ---------------------------------------------------------------- training
 
-    def train_step(self, kind: str, step: Step, batch: Any, device: torch.device, scale: float, sync: bool) -> StepResult:
+    def train_step(
+        self, kind: str, step: Step, batch: Any, device: torch.device, scale: float, sync: bool
+    ) -> StepResult:
         """Forward and backward of all micro-batches by the schedule; gradients are added to ``parameter.grad``.
 
         Args:
@@ -305,7 +307,8 @@ class _TrainStep:
     def __init__(
         self, engine: PipelineEngine, kind: str, step: Step, batch: Any, device: torch.device, scale: float
     ) -> None:
-        self.engine, self.kind, self.step, self.batch, self.device, self.scale = engine, kind, step, batch, device, scale
+        self.engine, self.kind, self.step = engine, kind, step
+        self.batch, self.device, self.scale = batch, device, scale
         self.parts = engine.split(batch, training=True)
         self.plans = [engine.book.plan(kind, step, part, device) for part in self.parts]
         self.weights = Weights(1.0)
@@ -361,7 +364,8 @@ class _TrainStep:
         loss = result.get("loss") if isinstance(result, dict) else result
         if not isinstance(loss, Tensor):
             raise StepError(
-                f"{self.kind} returned {'None' if loss is None else repr(type(loss).__name__)} for micro-batch {index} of "
+                f"{self.kind} returned {'None' if loss is None else repr(type(loss).__name__)} for micro-batch "
+                f"{index} of "
                 f"{len(self.parts)}; under a pipeline it must return a loss tensor (or a dict with 'loss') for every "
                 "micro-batch. Return a loss of zero that depends on the outputs instead of skipping."
             )
@@ -375,7 +379,8 @@ class _TrainStep:
             return StepResult(None, [], [1 / count] * count)
         if self.counts and any(not torch.equal(torch.stack(c), torch.stack(self.counts[0])) for c in self.counts if c):
             raise StepError(
-                f"{self.kind} uses a mean loss with different numbers of valid targets in its micro-batches, and could not "
+                f"{self.kind} uses a mean loss with different numbers of valid targets in its micro-batches, and "
+                f"could not "
                 f"be followed to count them beforehand ({self.plans[0].trace.tail_error}). Set `microbatches=1`."
             )
         losses = [self.losses[index] for index in range(count)]

@@ -24,9 +24,7 @@ class Ownership:
     tensors: Mapping[str, frozenset[int]]
 
 
-def find_ownership(
-    root: nn.Module, units: Units, trace: Trace, stage_of: Sequence[int], num_stages: int
-) -> Ownership:
+def find_ownership(root: nn.Module, units: Units, trace: Trace, stage_of: Sequence[int], num_stages: int) -> Ownership:
     """Where units and tensors live, given the stage of each call.
 
     A unit the traced step does not call lives where the one registered before it does. A parameter that only glue uses
@@ -80,7 +78,7 @@ def _check_gain(ownership: Ownership, trace: Trace, sizes: Mapping[str, int], nu
             "the step goes through its blocks more than once. Put both inputs through in one pass (concatenate them "
             "along the batch), or train without a pipeline (pipeline_parallel_size=1)."
             if twice
-            else "the step reads them outside of their modules (for example a penalty over `self.parameters()`). Use the "
-            "optimizer's `weight_decay` for it, or train without a pipeline (pipeline_parallel_size=1)."
+            else "the step reads them outside of their modules (for example a penalty over `self.parameters()`). "
+            "Use the optimizer's `weight_decay` for it, or train without a pipeline (pipeline_parallel_size=1)."
         )
     )

@@ -116,7 +116,8 @@ def _balanced_bounds(trace: Trace, costs: list[float], num_stages: int) -> list[
         if hidden is not None and count >= num_stages:
             live_values(trace, [int(i >= hidden) for i in range(count)], 2)
         raise StepError(
-            f"The step calls {count} units ({', '.join(dict.fromkeys(trace.names))}), too few for {num_stages} pipeline "
+            f"The step calls {count} units ({', '.join(dict.fromkeys(trace.names))}), too few for {num_stages} "
+            f"pipeline "
             f"stages. Use at most {sum(free[1:]) + 1} stages (pipeline_parallel_size x stages_per_rank), or name finer "
             "cuts with `split_points`."
         )
@@ -125,7 +126,9 @@ def _balanced_bounds(trace: Trace, costs: list[float], num_stages: int) -> list[
         sums.append(sums[-1] + cost)
     best = _minimise(sums, free, num_stages, lambda bound: 0.0, limit=inf, by_sum=False)
     heaviest = max(sums[b] - sums[a] for a, b in zip([0, *best], [*best, count], strict=True))
-    return _minimise(sums, free, num_stages, lambda bound: float(prices[bound] or 0), limit=heaviest * 1.05, by_sum=True)
+    return _minimise(
+        sums, free, num_stages, lambda bound: float(prices[bound] or 0), limit=heaviest * 1.05, by_sum=True
+    )
 
 
 def _cut_price(trace: Trace, position: int) -> int | None:
@@ -139,7 +142,9 @@ def _cut_price(trace: Trace, position: int) -> int | None:
     return live_bytes(trace, keys)
 
 
-def _minimise(sums: list[float], free: list[bool], num_stages: int, price: object, limit: float, by_sum: bool) -> list[int]:
+def _minimise(
+    sums: list[float], free: list[bool], num_stages: int, price: object, limit: float, by_sum: bool
+) -> list[int]:
     """Bounds with the least heaviest stage, or the least sum of prices with no stage above ``limit``."""
     count = len(sums) - 1
     table: list[dict[int, tuple[float, list[int]]]] = [{0: (0.0, [])}]

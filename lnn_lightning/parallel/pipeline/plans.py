@@ -67,8 +67,9 @@ class PlanBook:
             left = [name for name in blocks if name not in called]
             if left and len(left) < len(blocks):
                 raise StepError(
-                    f"The step cannot be followed from {trace.calls[-1].unit!r} to {left[0]!r}: it looks at values between "
-                    f"blocks, which are not known beforehand ({type(trace.tail_error).__name__}: {trace.tail_error}). Move "
+                    f"The step cannot be followed from {trace.calls[-1].unit!r} to {left[0]!r}: it looks at values "
+                    f"between blocks, which are not known beforehand ({type(trace.tail_error).__name__}: "
+                    f"{trace.tail_error}). Move "
                     "the code that does into a block, or train without a pipeline (pipeline_parallel_size=1)."
                 ) from trace.tail_error
 
@@ -79,7 +80,14 @@ class PlanBook:
 
     def plan(self, kind: str, step: Callable[[Any], Any], batch: Any, device: torch.device) -> Plan:
         """Plan of a step for batches of this shape, traced if none is known."""
-        key = (kind, self.root.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), device, signature_of(batch))
+        key = (
+            kind,
+            self.root.training,
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            device,
+            signature_of(batch),
+        )
         if key not in self._plans:
             trace = self.trace(step, batch)
             stage_of = self._assign(kind, trace)

@@ -44,7 +44,11 @@ def find_loss_form(
         return "unknown"
     half = size // 2
     try:
-        parts = [cut_batch(batch, size, 0, half), cut_batch(batch, size, half, 2 * half), cut_batch(batch, size, 0, 2 * half)]
+        parts = [
+            cut_batch(batch, size, 0, half),
+            cut_batch(batch, size, half, 2 * half),
+            cut_batch(batch, size, 0, 2 * half),
+        ]
         traces = [book.trace(step, part) for part in (parts[0], parts[2])]
         with torch.no_grad(), observer.muted(), preserved_rng(torch.device("cpu")), runner.opened():
             return _compare(book, runner, step, parts, traces)
@@ -85,7 +89,7 @@ def _tolerance(trace: Trace) -> float:
 
 
 def _made_up_results(half: Trace, whole: Trace) -> list[dict[Key, Tensor]]:
-    """Random unit results for two halves and for both: equal where they have no batch dimension, joined where they do."""
+    """Random unit results for two halves and for both: the same without a batch dimension, joined with one."""
     reseed(0, torch.device("cpu"))
     results: list[dict[Key, Tensor]] = [{}, {}, {}]
     for small, large in zip(half.calls, whole.calls, strict=True):
@@ -104,4 +108,3 @@ def _made_up(info: TensorInfo) -> Tensor:
     if not info.dtype.is_floating_point:
         return torch.zeros(info.shape, dtype=info.dtype)
     return torch.randn(info.shape).to(info.dtype)
-

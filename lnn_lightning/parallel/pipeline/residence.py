@@ -79,8 +79,8 @@ class Residence:
             if not self._book.tracing:
                 raise StepError(
                     f"{name!r} ({type(module).__name__}) is not on this process: it lives on pipeline stage "
-                    f"{', '.join(map(str, stages))} and this is pipeline rank {self._rank}. Use it through the Trainer, or "
-                    "load `strategy.full_state_dict()` into a module of your own."
+                    f"{', '.join(map(str, stages))} and this is pipeline rank {self._rank}. Use it through the "
+                    f"Trainer, or load `strategy.full_state_dict()` into a module of your own."
                 )
 
         return refuse
@@ -148,7 +148,11 @@ class Residence:
             ranks = self.ranks_of(name) if name is not None else (0,)
             source = ranks[-1] if name is not None and name not in dict(self.root.named_parameters()) else ranks[0]
             here = source == self._rank
-            whole = value.detach().to(device).contiguous() if here else torch.empty(value.shape, dtype=value.dtype, device=device)
+            whole = (
+                value.detach().to(device).contiguous()
+                if here
+                else torch.empty(value.shape, dtype=value.dtype, device=device)
+            )
             dist.broadcast(whole, group=group, group_src=source)
             full[key] = whole.cpu().clone()
         return full

@@ -38,10 +38,12 @@ SCHEDULES = {
     "gpipe": Schedule("ScheduleGPipe", "ScheduleLoopedBFS"),
     "1f1b": Schedule("Schedule1F1B", "ScheduleInterleaved1F1B", even_rounds=True),
     "interleaved": Schedule(None, "ScheduleInterleaved1F1B", even_rounds=True),
-    "zero_bubble": Schedule("ScheduleInterleavedZeroBubble", "ScheduleInterleavedZeroBubble", even_rounds=True, splits_backward=True),
+    "zero_bubble": Schedule(
+        "ScheduleInterleavedZeroBubble", "ScheduleInterleavedZeroBubble", even_rounds=True, splits_backward=True
+    ),
     "zbv": Schedule(None, "ScheduleZBVZeroBubble", v_shape=True, splits_backward=True),
 }
-"""GPipe: Huang et al. 2019. 1F1B, interleaved: PTD-P, Narayanan et al. 2021. Zero bubble: Qi et al. 2023 (ZB-H1, ZB-V)."""
+"""GPipe: Huang et al. 2019. 1F1B, interleaved: PTD-P, Narayanan et al. 2021. Zero bubble: Qi et al. 2023."""
 
 
 @dataclass(frozen=True)
@@ -136,5 +138,7 @@ def place(name: str, ranks: int, stages_per_rank: int) -> Placement:
     if kind.single is None and stages_per_rank == 1:
         stages_per_rank = 2
     if kind.multi is None and stages_per_rank > 1:
-        raise LayoutError(f"`schedule={name!r}` has one stage a rank; `stages_per_rank={stages_per_rank}` needs another.")
+        raise LayoutError(
+            f"`schedule={name!r}` has one stage a rank; `stages_per_rank={stages_per_rank}` needs another."
+        )
     return Placement(name, ranks, stages_per_rank)

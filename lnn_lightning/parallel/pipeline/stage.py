@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _make_tensor_from_meta, _TensorMeta
 from torch.distributed.pipelining.stage import _RecvInfo
+from typing_extensions import override
 
 from lnn_lightning.parallel.step.plan import Plan
 from lnn_lightning.parallel.step.trace import Key, TensorInfo
@@ -104,10 +105,12 @@ class WatchedStage(PipelineStage):
                 for key in plan.sent(self.stage_index)
             )
 
+    @override
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._allocate(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
+    @override
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_last:
             self._allocate(self.grad_recv_info[bwd_chunk_id])
@@ -122,6 +125,7 @@ class WatchedStage(PipelineStage):
         keys = self._plans[0].received(self.stage_index)
         return _gradient_meta(self._plans[0].info(keys[input_idx]))
 
+    @override
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         for info, gradient in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
             if gradient is not None:
@@ -129,6 +133,7 @@ class WatchedStage(PipelineStage):
             elif info.tensor_meta is not None:
                 info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device).zero_()
 
+    @override
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
@@ -142,6 +147,7 @@ class WatchedStage(PipelineStage):
             info.buffer = None
         return output
 
+    @override
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
@@ -155,6 +161,7 @@ class WatchedStage(PipelineStage):
         for info in self.grad_recv_info[bwd_chunk_id]:
             info.buffer = None
 
+    @override
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if self.dw_runner.get(bwd_chunk_id) is _nothing:
             del self.dw_runner[bwd_chunk_id]
@@ -180,6 +187,7 @@ class WatchedStage(PipelineStage):
             uses.update(plan.trace.tail)
         return all(count == 1 for key, count in uses.items() if plan.info(key).requires_grad)
 
+    @override
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         outputs = bwd_kwargs["stage_output"]
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs

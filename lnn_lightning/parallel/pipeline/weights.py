@@ -26,7 +26,8 @@ class Weights:
     Attributes:
         microbatch: weight of one micro-batch's loss. They add up to one, times the batch's share where data ranks have
             batches of different sizes; for a loss that is a sum they undo the averaging over data ranks.
-        losses: for each micro-batch, what the sum of each mean loss is multiplied with; None: means are right as they are.
+        losses: for each micro-batch, what the sum of each mean loss is multiplied with; None: means are right as they
+            are.
     """
 
     microbatch: float
@@ -89,7 +90,8 @@ def _may_ignore(calls: Sequence[LossCall], batch: Any) -> bool:
         holds = any(bool((leaf == call.ignore_index).any()) for leaf in targets)
         if call.inside and holds:
             raise StepError(
-                f"A block computes a mean loss itself and the batch holds ignored targets ({call.ignore_index}): its mean "
+                f"A block computes a mean loss itself and the batch holds ignored targets ({call.ignore_index}): its "
+                f"mean "
                 "over a micro-batch is not the whole batch's. Compute the loss outside of the block (in training_step "
                 "or the model's forward), or set `microbatches=1`."
             )

@@ -1,0 +1,1 @@
+"""The watched step: trace, units, live values, micro-batches."""

@@ -1,8 +1,8 @@
 """Gradients made inside ``training_step``, handed over in ``backward``.
 
-Lightning's order is training_step, zero_grad, backward, step: gradients that a schedule makes within training_step would
-be wiped. They are kept aside, and the loss given back is a leaf whose backward adds them to ``parameter.grad``, so that
-zero_grad, accumulation, loss scaling and the user's hooks see what they expect.
+Lightning's order is training_step, zero_grad, backward, step: gradients that a schedule makes within training_step
+would be wiped. They are kept aside, and the loss given back is a leaf whose backward adds them to ``parameter.grad``,
+so that zero_grad, accumulation, loss scaling and the user's hooks see what they expect.
 """
 
 from __future__ import annotations

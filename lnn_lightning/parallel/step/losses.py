@@ -1,9 +1,9 @@
 """Mean losses with ignored targets, right under micro-batches and data ranks.
 
 A mean over the valid targets of a batch is not the mean of the means of its parts. The targets follow from the batch
-alone, so a run of the step with every unit absent reaches the loss with real targets and counts them before the schedule
-starts. Where the parts differ, the loss function is then evaluated as a sum over this part divided by the valid targets of
-the whole batch.
+alone, so a run of the step with every unit absent reaches the loss with real targets and counts them before the
+schedule starts. Where the parts differ, the loss function is then evaluated as a sum over this part divided by the
+valid targets of the whole batch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Random numbers that do not depend on the layout.
 
 Every random operation of a step draws from a state that follows from the seed of the run, the step, the data rank, the
-micro-batch and the place in the step, never from what ran before on this rank. So a stage that recomputes glue code sees
-the mask another stage saw, and dropout is the same for one stage and for four.
+micro-batch and the place in the step, never from what ran before on this rank. So a stage that recomputes glue code
+sees the mask another stage saw, and dropout is the same for one stage and for four.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One run of the user's step on one stage.
 
-Calls before the stage answer with received and absent values, calls of the stage run, and behind the stage's last call the
-step is abandoned (outside every hook of that unit); the last stage runs to the loss.
+Calls before the stage answer with received and absent values, calls of the stage run, and behind the stage's last call
+the step is abandoned (outside every hook of that unit); the last stage runs to the loss.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class StepRunner:
 
     @contextmanager
     def all_absent(self, plan: Plan, seed: int, values: dict[Key, Tensor] | None = None) -> Iterator[None]:
-        """Every unit answers with absent (or the given) values inside; glue is real, with a real run's random numbers."""
+        """Every unit answers with absent (or given) values inside; glue is real, with a real run's random numbers."""
         with self._in_run(_Run(plan, ALL_ABSENT, values or {}, seed)):
             yield
 
@@ -213,8 +213,10 @@ class StepRunner:
         unit = plan.trace.calls[key[0]].unit
         if isinstance(value, FakeTensor):
             raise AbsentValueError(f"Stage {stage} must send a result of {unit!r} that is not here.")
-        if tuple(value.shape) != info.shape or value.dtype != info.dtype or (
-            value.requires_grad and not info.requires_grad
+        if (
+            tuple(value.shape) != info.shape
+            or value.dtype != info.dtype
+            or (value.requires_grad and not info.requires_grad)
         ):
             raise StepError(
                 f"{unit!r} returned a tensor of shape {tuple(value.shape)}, {value.dtype}, "

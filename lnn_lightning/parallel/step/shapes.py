@@ -135,7 +135,9 @@ def _apply(name: str, rule: ShapeRule, leaves: list[Any], fake_mode: FakeTensorM
 
 
 def _guess_flops(unit: nn.Module, leaves: list[Any]) -> int:
-    tokens = max((leaf.numel() // max(leaf.shape[-1], 1) for leaf in tree_leaves(leaves) if _has_shape(leaf)), default=1)
+    tokens = max(
+        (leaf.numel() // max(leaf.shape[-1], 1) for leaf in tree_leaves(leaves) if _has_shape(leaf)), default=1
+    )
     return 2 * tokens * sum(parameter.numel() for parameter in unit.parameters())
 
 

@@ -1,8 +1,8 @@
 """The traced step: which units are called in which order, and which values flow between them.
 
-The user's own step runs once with every unit computed on fake tensors (shapes without data). Glue runs as it is: on real
-values where they follow from the batch alone, on fake ones behind the first unit. A dispatch mode notes for every storage
-which unit outputs, and which parameters used by the glue, it derives from.
+The user's own step runs once with every unit computed on fake tensors (shapes without data). Glue runs as it is: on
+real values where they follow from the batch alone, on fake ones behind the first unit. A dispatch mode notes for every
+storage which unit outputs, and which parameters used by the glue, it derives from.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,16 @@ from torch.utils.flop_counter import flop_registry
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.losses import LossCall, watch_losses
+from lnn_lightning.parallel.step.patching import patched_calls
 from lnn_lightning.parallel.step.randomness import is_random
 from lnn_lightning.parallel.step.shapes import ShapeRule, learn_output, own_object
 from lnn_lightning.parallel.step.standin import is_stand_in
 from lnn_lightning.parallel.step.tree import Unflatten, tree_flatten, tree_leaves
-from lnn_lightning.parallel.step.patching import patched_calls
 
-Key = tuple[int, int]
+Key: TypeAlias = tuple[int, int]
 """(number of the call, number of the output leaf); leaf -1 stands for a value that left the unit another way."""
 HIDDEN = -1
-Dependency = Union[Key, str]
+Dependency: TypeAlias = Key | str
 """A unit output, or the name of a parameter that glue code uses."""
 
 
@@ -262,7 +262,8 @@ class _Recorder:
     def _run(
         self, name: str, unit: nn.Module, original: Any, leaves: list[Any], unflatten: Unflatten, inside: _Inside
     ) -> Any:
-        untouched = [own_object(leaf) for leaf in leaves]  # a cache, say, that a run which fails half-way has written to
+        # a cache, say, is written to by a run that fails half-way
+        untouched = [own_object(leaf) for leaf in leaves]
         args, kwargs = unflatten(leaves)
         try:
             with self.fake_mode, inside:
@@ -345,7 +346,9 @@ def trace_step(
     Raises:
         StepError: the step called no unit, or failed before its last unit.
     """
-    batch_storages = {_address(leaf): index for index, leaf in enumerate(tree_leaves(batch)) if isinstance(leaf, Tensor)}
+    batch_storages = {
+        _address(leaf): index for index, leaf in enumerate(tree_leaves(batch)) if isinstance(leaf, Tensor)
+    }
     tracker = _Tracker({_address(p): name for name, p in root.named_parameters()}, batch_storages)
     recorder = _Recorder(root, groups, tracker, fake_mode, rules)
     logged: set[Dependency] = set()

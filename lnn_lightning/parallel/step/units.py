@@ -1,8 +1,8 @@
 """Units: the sub-modules a step is seen as a sequence of.
 
-A *trunk* is a ``ModuleList`` or ``Sequential`` of blocks. Units are the blocks of the trunks, and every other sub-module
-with parameters that does not contain a trunk. What is left between the units (the forwards of the modules around them,
-the step itself) is *glue*: every stage runs it.
+A *trunk* is a ``ModuleList`` or ``Sequential`` of blocks. Units are the blocks of the trunks, and every other
+sub-module with parameters that does not contain a trunk. What is left between the units (the forwards of the modules
+around them, the step itself) is *glue*: every stage runs it.
 """
 
 from __future__ import annotations
