@@ -72,6 +72,8 @@ def merge_micro_batches(deltas: Sequence[Delta], weights: Sequence[float], sizes
 
 
 class _Parts:
+    """Weights and sizes of the micro-batches."""
+
     def __init__(self, weights: Sequence[float], sizes: Sequence[int] | None) -> None:
         total = sum(weights)
         self.weights = [w / total for w in weights] if total else [1 / len(weights)] * len(weights)
@@ -79,6 +81,11 @@ class _Parts:
 
     def are_samples(self, lengths: Iterable[int]) -> bool:
         return self.sizes is not None and list(lengths) == self.sizes
+
+    def mean(self, values: Sequence[Any]) -> Any:
+        # a weight of 0 may come with a NaN
+        terms = [value * weight for value, weight in zip(values, self.weights, strict=True) if weight]
+        return sum(terms[1:], start=terms[0])
 
 
 def _keys(mappings: Sequence[Mapping[Any, Any]]) -> list[Any]:
@@ -135,7 +142,7 @@ def _merge_items(items: Sequence[Any], parts: _Parts) -> Any:
     if all(isinstance(item, Tensor) and item.dtype == first.dtype for item in items):
         return _merge_tensors(items, parts)
     if all(type(item) is float for item in items):
-        return sum(item * weight for item, weight in zip(items, parts.weights, strict=True))
+        return parts.mean(items)
     if all(type(item) is int for item in items):
         return sum(items) if parts.are_samples(items) else last
     found = [children_of(item) for item in items]
@@ -162,5 +169,5 @@ def _merge_tensors(tensors: Sequence[Tensor], parts: _Parts) -> Tensor:
         return tensors[-1]
     if first.dtype.is_floating_point or first.dtype.is_complex:
         precise = torch.promote_types(first.dtype, torch.float32)
-        return sum(t.to(precise) * w for t, w in zip(tensors, parts.weights, strict=True)).to(first.dtype)  # type: ignore[union-attr]
+        return parts.mean([tensor.to(precise) for tensor in tensors]).to(first.dtype)
     return torch.stack(list(tensors)).sum(0, dtype=first.dtype) if first.dim() == 0 else tensors[-1]

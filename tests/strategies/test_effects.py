@@ -309,7 +309,12 @@ def test_extended_lists_keep_all_samples() -> None:
     assert merged_outputs([[0.1, 0.2], [0.3, 0.4]], [1, 1], [2, 2]) == [0.1, 0.2, 0.3, 0.4]
     assert merged_outputs([[0.1, 0.2], [0.3]], [1, 1]) == [0.1, 0.2, 0.3]
     assert merged_outputs([[1.0], []], [1, 1]) == [1.0] and merged_outputs([[], [2.0]], [1, 1]) == [2.0]
-    assert merged_outputs([[1.0], [math.nan]], [1, 0])[0] != merged_outputs([[1.0], [2.0]], [1, 1])[0]
+
+
+def test_a_part_without_weight_does_not_count() -> None:
+    assert merged_outputs([[1.0], [math.nan]], [1, 0]) == [1.0]
+    assert merged_outputs([[torch.tensor(math.nan)], [torch.tensor(2.0)]], [0, 3])[0].item() == 2.0
+    assert merged_outputs([[1.0], [2.0]], [0, 0]) == [1.5]
 
 
 def test_the_rest_is_taken_one_after_the_other() -> None:

@@ -12,13 +12,14 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset
 
 from lnn_lightning.strategies.peek import peek_batch
+from tests.helpers.ranks import launch_ranks
 
 QUIET: dict[str, Any] = dict(
     logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", enable_checkpointing=False
@@ -540,7 +541,7 @@ def test_a_hook_that_draws_is_called_again_only_when_the_numbers_have_moved() ->
     assert with_peek[0] == without[0] and with_peek[1] == ["train"] * 2 and without[1] == ["train"]
 
 
-@pytest.mark.parametrize("name", ["iterable, global shuffle", "noisy generator", "stream behind a generator"])
+@pytest.mark.parametrize("name", ["iterable with a length", "iterable, global shuffle", "noisy generator", "stream"])
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
 def test_numbers_drawn_in_between(name: str, hook: str) -> None:
     """What was drawn for the peek is drawn again if it would be other numbers; a stream loses nothing."""
@@ -552,9 +553,10 @@ def test_numbers_drawn_in_between(name: str, hook: str) -> None:
         return model.log_
 
     (with_peek, without), _ = both(run)
-    if name == "iterable, global shuffle":
+    if name == "noisy generator":  # what was drawn cannot be drawn again
+        assert len(with_peek) == len(without) == 5
+    else:
         assert with_peek == without
-    assert len(with_peek) == len(without)
 
 
 def test_an_epoch_set_in_between_counts() -> None:
@@ -697,6 +699,39 @@ def test_inputs_are_converted_and_data_modules_have_their_say() -> None:
     assert strategy.peeked["x"].dtype == torch.float64
 
 
+# ---------------------------------------------------------------------------------------------- several ranks
+
+
+class PeekingDDP(DDPStrategy):
+    def setup(self, trainer: pl.Trainer) -> None:
+        self.peeked = peek_batch(trainer)
+        super().setup(trainer)
+
+
+def _shares(rank: int, world_size: int) -> list[Any]:
+    rows = []
+    for name in ("shuffled", "noisy", "two workers", "stream"):
+        results, peeking = [], PeekingDDP()
+        for strategy in (peeking, DDPStrategy()):
+            pl.seed_everything(0, verbose=False)
+            model = Model()
+            settings = {**QUIET, "devices": world_size, "max_epochs": 2}
+            pl.Trainer(strategy=strategy, **settings).fit(model, LOADERS[name](), DataLoader(Noisy(), 4))
+            results.append([entry[:2] for entry in model.log_])
+        assert results[0] == results[1], name
+        rows.append((name, described(peeking.peeked), next(batch for kind, batch in results[1] if kind == "train")))
+    return rows
+
+
+def test_each_rank_peeks_at_its_own_share() -> None:
+    first, second = launch_ranks(_shares, 2)
+    for (name, peeked, batch), (_, other, _) in zip(first, second, strict=True):
+        if name in ("shuffled", "two workers"):
+            assert peeked == batch and peeked != other
+        if name == "noisy":
+            assert len(peeked[1]) == len(batch[1]) == 3
+
+
 # ---------------------------------------------------------------------------------------------- more than one run
 
 
@@ -742,6 +777,22 @@ def test_resuming_a_stored_loader(tmp_path: Any) -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.skip = state["at"]
 
+    class BelowIteration(DataLoader):
+        skip = 0
+
+        def _get_iterator(self) -> Any:
+            skip, self.skip = self.skip, 0
+            iterator = super()._get_iterator()
+            for _ in range(skip):
+                next(iterator)
+            return iterator
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"skip": 2}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.skip = state["skip"]
+
     class Storing(Model):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if self.trainer.global_step == 3 and not path.exists():
@@ -752,6 +803,7 @@ def test_resuming_a_stored_loader(tmp_path: Any) -> None:
         lambda: Loader(iter(range(3))),
         lambda: StatefulDataLoader(Again("epoch"), 2),
         lambda: StatefulDataLoader(Numbers(), 2),
+        lambda: BelowIteration(Again("epoch"), 2),
     ):
         path = tmp_path / "a.ckpt"
         path.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from lnn_lightning.parallel.pipeline.schedules import Placement
 from lnn_lightning.parallel.pipeline.stage import WatchedStage
 from lnn_lightning.parallel.pipeline.weights import Weights, weigh
 from lnn_lightning.parallel.step.batch import batch_size_of, own_copy, split_batch
-from lnn_lightning.parallel.step.losses import counted_losses, whole_batch_losses
+from lnn_lightning.parallel.step.losses import Rescaled, counted_losses, whole_batch_losses
 from lnn_lightning.parallel.step.materialize import defer_meta_tensors
 from lnn_lightning.parallel.step.observer import StepObserver
 from lnn_lightning.parallel.step.plan import Plan
@@ -61,12 +61,14 @@ class StepResult:
     Attributes:
         loss: loss of the whole batch; None but on the last stage's rank.
         outputs: what the step returned for each micro-batch, in order; empty but on the last stage's rank.
-        weights: weight of each micro-batch.
+        weights: weight of each micro-batch in what it logs and returns.
+        losses: loss of each micro-batch as the step returned it; empty but in training on the last stage's rank.
     """
 
     loss: Tensor | None
     outputs: list[Any]
     weights: list[float]
+    losses: Sequence[Tensor] = ()
 
 
 class PipelineEngine:
@@ -315,6 +317,7 @@ class _TrainStep:
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self.counts: list[list[Tensor]] = []
+        self.rescaled: dict[int, list[Rescaled]] = {}
 
     def weigh(self) -> None:
         engine = self.engine
@@ -354,7 +357,7 @@ class _TrainStep:
 
     def _losses(self, index: int) -> Any:
         if self.weights.losses is not None:
-            return whole_batch_losses(self.weights.losses[index])
+            return whole_batch_losses(self.weights.losses, self.rescaled.setdefault(index, []))
         if self.plans[index].trace.tail_error is not None and len(self.parts) * self.engine.mesh.size(DATA) > 1:
             self.counts.append([])
             return counted_losses(self.counts[-1])
@@ -384,5 +387,16 @@ class _TrainStep:
                 f"be followed to count them beforehand ({self.plans[0].trace.tail_error}). Set `microbatches=1`."
             )
         losses = [self.losses[index] for index in range(count)]
-        total = torch.stack([loss.double() for loss in losses]).sum() * self.weights.microbatch
-        return StepResult(total.to(losses[0].dtype), [self.outputs[i] for i in range(count)], [1 / count] * count)
+        total = sum(loss.double() + self._correction(index) for index, loss in enumerate(losses))
+        total = torch.as_tensor(total * self.weights.microbatch).to(losses[0].dtype)
+        shares = list(self.weights.shares or [1 / count] * count)
+        return StepResult(total, [self.outputs[i] for i in range(count)], shares, losses)
+
+    def _correction(self, index: int) -> Tensor | float:
+        """What a micro-batch's loss lacks to its part of the whole batch's, where mean losses were rescaled."""
+        factor = self.weights.microbatch * self.scale
+        return sum(
+            entry.gradient.double() / factor * (entry.whole - entry.value).double()
+            for entry in self.rescaled.get(index, [])
+            if entry.gradient is not None
+        )

@@ -75,12 +75,20 @@ def _compare(
     if counts[0] and [float(c) for c in counts[0]] != [float(c) for c in counts[1]]:
         factors = [2.0 / float(first + second) for first, second in zip(counts[0], counts[1], strict=True)]
         found[:2] = [loss_of(index, whole_batch_losses(factors)) for index in range(2)]
+    if counts[0] and not _is_affine(lambda scale: loss_of(0, whole_batch_losses([scale / float(c) for c in counts[0]]))):
+        return "other"
     mean, whole = (found[0] + found[1]) / 2, found[2]
     tolerance = _RANDOM_TOLERANCE if traces[0].glue_random else _tolerance(traces[0])
     for form, expected in (("mean", mean), ("sum", 2 * mean)):
         if abs(whole - expected) <= tolerance * abs(expected):
             return form  # type: ignore[return-value]
     return "other" if whole == whole and mean == mean else "unknown"
+
+
+def _is_affine(loss_of_scale: Callable[[float], float]) -> bool:
+    """Whether a step's loss grows by equal steps with its mean losses (a focal loss, say, does not)."""
+    low, middle, high = (loss_of_scale(scale) for scale in (0.5, 1.0, 1.5))
+    return abs((high - middle) - (middle - low)) <= 1e-3 * max(abs(high - low), 1e-12)
 
 
 def _tolerance(trace: Trace) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,13 @@ class Weights:
     Attributes:
         microbatch: weight of one micro-batch's loss. They add up to one, times the batch's share where data ranks have
             batches of different sizes; for a loss that is a sum they undo the averaging over data ranks.
-        losses: for each micro-batch, what the sum of each mean loss is multiplied with; None: means are right as they
-            are.
+        losses: what the sum of each mean loss over a micro-batch is multiplied with; None: means are right as they are.
+        shares: weight of each micro-batch in what the step logs and returns; None: equal.
     """
 
     microbatch: float
-    losses: tuple[tuple[float, ...], ...] | None = None
+    losses: tuple[float, ...] | None = None
+    shares: tuple[float, ...] | None = None
 
 
 def weigh(
@@ -67,7 +68,7 @@ def weigh(
     if ranks > 1:
         totals = _summed(totals, data_group, device)
     weight = float(ranks) if form == "sum" else size * ranks / float(totals[0]) / count
-    if not totals[1] or plans[0].trace.tail_error is not None:
+    if not totals[1] or form == "other" or plans[0].trace.tail_error is not None:
         return Weights(weight)
     counts = torch.stack([_count(index, len(calls), dry_run) for index in range(count)])
     whole = counts.sum(0)
@@ -75,8 +76,9 @@ def weigh(
         whole = _summed(whole, data_group, device)
     if bool((counts * count * ranks == whole).all()):
         return Weights(weight)
-    factors = ranks / (whole * weight)
-    return Weights(weight, tuple(tuple(factors.tolist()) for _ in range(count)))
+    factors = tuple((ranks / (whole * weight)).tolist())
+    shares = (counts[:, 0] / counts[:, 0].sum()).tolist() if len(factors) == 1 else [1 / count] * count
+    return Weights(weight, factors, tuple(shares))
 
 
 def _may_ignore(calls: Sequence[LossCall], batch: Any) -> bool:
@@ -84,18 +86,18 @@ def _may_ignore(calls: Sequence[LossCall], batch: Any) -> bool:
     leaves = tree_leaves(batch)
     whole = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.dtype.is_floating_point]
     if any(call.inside for call in calls) and any(not call.inside for call in calls):
-        calls = [LossCall(call.ignore_index, None, True) for call in calls]  # cannot be told apart when counted
+        calls = [replace(call, batch_leaf=None, inside=True) for call in calls]  # cannot be told apart when counted
     for call in calls:
         targets = [leaves[call.batch_leaf]] if call.batch_leaf is not None else whole
         holds = any(bool((leaf == call.ignore_index).any()) for leaf in targets)
-        if call.inside and holds:
+        if call.inside and (holds or call.weighted):
             raise StepError(
-                f"A block computes a mean loss itself and the batch holds ignored targets ({call.ignore_index}): its "
+                f"A block computes a mean loss itself, with class weights or ignored targets ({call.ignore_index}): its "
                 f"mean "
                 "over a micro-batch is not the whole batch's. Compute the loss outside of the block (in training_step "
                 "or the model's forward), or set `microbatches=1`."
             )
-        if not call.inside and (holds or call.batch_leaf is None):
+        if not call.inside and (holds or call.weighted or call.batch_leaf is None):
             return True
     return False
 

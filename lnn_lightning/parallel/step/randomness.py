@@ -11,11 +11,10 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 
 def seed_of(*numbers: int) -> int:
@@ -61,42 +60,3 @@ def reseed(seed: int, device: torch.device) -> None:
 def is_random(func: Any) -> bool:
     """Whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
-
-
-class GlueRandomness(TorchDispatchMode):
-    """Seeds each random operation outside the units by its number in the run of the step.
-
-    Operations on absent values are counted too, so the numbers agree between stages.
-    """
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        super().__init__()
-        self._seed, self._device = seed, device
-        self._count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if is_random(func):
-            self._count += 1
-            seed = seed_of(self._seed, self._count)
-            seed_torch(seed, self._device)
-            if (generator := kwargs.get("generator")) is not None:
-                generator.manual_seed(seed)
-        return func(*args, **kwargs)
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Steps aside inside a unit, which is seeded as a whole."""
-        if _get_current_dispatch_mode() is not self:
-            yield
-            return
-        self.__exit__(None, None, None)
-        try:
-            yield
-        finally:
-            self.__enter__()
-
-
-def glue_randomness(seed: int | None, device: torch.device) -> Any:
-    """Context for the glue code of one run; a no-op without a seed."""
-    return GlueRandomness(seed, device) if seed is not None else nullcontext()

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lnn_lightning.parallel.errors import AbsentValueError, StepError
+from lnn_lightning.parallel.step.glue import GlueMode, glue_mode
 from lnn_lightning.parallel.step.patching import patched_calls
 from lnn_lightning.parallel.step.plan import Plan
-from lnn_lightning.parallel.step.randomness import GlueRandomness, glue_randomness, reseed, seed_of
+from lnn_lightning.parallel.step.randomness import reseed, seed_of
 from lnn_lightning.parallel.step.trace import Call, Key, TensorInfo
 from lnn_lightning.parallel.step.tree import tree_leaves
 
@@ -40,7 +41,7 @@ class _Run:
         self.sent = set(plan.sent(stage)) if stage != ALL_ABSENT else set()
         self.count = 0
         self.inside = False
-        self.randomness: GlueRandomness | None = None
+        self.glue: GlueMode | None = None
 
     def enter(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         call = self._next(name)
@@ -51,7 +52,7 @@ class _Run:
             reseed(seed_of(self.seed, call.index), self.plan.device)
         self.inside = True
         try:
-            with self.randomness.suspended() if self.randomness is not None else nullcontext():
+            with self.glue.suspended() if self.glue is not None else nullcontext():
                 out = original(*args, **kwargs)
         finally:
             self.inside = False
@@ -123,7 +124,7 @@ class StepRunner:
         """Other runs may be made inside a run that is in progress."""
         run, self._run = self._run, None
         try:
-            with run.randomness.suspended() if run is not None and run.randomness is not None else nullcontext():
+            with run.glue.suspended() if run is not None and run.glue is not None else nullcontext():
                 yield
         finally:
             self._run = run
@@ -140,8 +141,7 @@ class StepRunner:
         device = run.plan.device
         reseed(seed_of(run.seed, _GLUE), device)
         try:
-            glue_seed = seed_of(run.seed, _GLUE) if run.plan.trace.glue_random else None
-            with glue_randomness(glue_seed, device) as run.randomness:
+            with glue_mode(run.plan.trace.glue_needs_mode, seed_of(run.seed, _GLUE), device) as run.glue:
                 yield
         finally:
             self._run = previous

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.step.glue import masks_as_indices
 from lnn_lightning.parallel.step.losses import LossCall, watch_losses
 from lnn_lightning.parallel.step.patching import patched_calls
 from lnn_lightning.parallel.step.randomness import is_random
@@ -84,6 +85,7 @@ class Trace:
         everywhere: parameters whose value became a Python number in glue: needed on every stage.
         mutated: unit outputs that glue or a later unit changes in place.
         glue_random: glue code draws random numbers.
+        glue_masks: glue code masks values that may be absent.
         mutates_batch: the step changes the batch in place.
         losses: mean cross entropies seen, with where their targets come from.
         tail_error: why the tail could not be followed (None: it was).
@@ -95,9 +97,15 @@ class Trace:
     everywhere: frozenset[str] = frozenset()
     mutated: frozenset[Key] = frozenset()
     glue_random: bool = False
+    glue_masks: bool = False
     mutates_batch: bool = False
     losses: list[LossCall] = field(default_factory=list)
     tail_error: Exception | None = None
+
+    @property
+    def glue_needs_mode(self) -> bool:
+        """Whether glue code cannot run on its own, see :mod:`~lnn_lightning.parallel.step.glue`."""
+        return self.glue_random or self.glue_masks
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,6 +125,7 @@ class _Tracker(TorchDispatchMode):
         self.alive: list[Any] = []
         self.inside = False
         self.random = False
+        self.masks = False
         self.everywhere: set[str] = set()
         self.mutated: set[Key] = set()
         self.since_last_call: set[Dependency] = set()
@@ -150,7 +159,9 @@ class _Tracker(TorchDispatchMode):
             return func(*args, **kwargs)
         dependencies = self.of((args, kwargs))
         written = list(_written_arguments(func, args, kwargs))
-        out = func(*args, **kwargs)
+        func, indexed = masks_as_indices(func, args)
+        self.masks |= indexed is not args
+        out = func(*indexed, **kwargs)
         self.random |= is_random(func)
         for argument in written:
             self.note_batch_write(argument)
@@ -379,6 +390,7 @@ def trace_step(
         everywhere=frozenset(tracker.everywhere),
         mutated=frozenset(tracker.mutated),
         glue_random=tracker.random,
+        glue_masks=tracker.masks,
         mutates_batch=tracker.mutates_batch,
         losses=losses,
         tail_error=error,

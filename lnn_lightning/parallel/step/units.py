@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.modules.loss import _Loss
 
 from lnn_lightning.parallel.errors import StepError
 
@@ -90,10 +91,18 @@ def _walk(root: nn.Module, opened: set[str]) -> Units:
 
 
 def is_stateful(module: nn.Module) -> bool:
-    """Whether a module holds parameters or saved buffers, and so must live somewhere."""
+    """Whether a module holds parameters or saved buffers, and so must live somewhere.
+
+    The class weights of a loss do not count: losses are glue.
+    """
     if next(module.parameters(), None) is not None:
         return True
-    return any(set(child._buffers) - child._non_persistent_buffers_set for child in module.modules())
+    return any(
+        buffer is not None and name not in child._non_persistent_buffers_set
+        for child in module.modules()
+        if not isinstance(child, _Loss)
+        for name, buffer in child._buffers.items()
+    )
 
 
 def _outermost_trunks(root: nn.Module) -> list[str]:
