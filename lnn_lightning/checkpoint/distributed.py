@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,8 @@ class _SafeReader(FileSystemReader):
             metadata = _IndexUnpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{self.path}/{_INDEX} is no index of a checkpoint.")
-        if metadata.storage_meta is None:
-            metadata.storage_meta = self.storage_meta()
-        metadata.storage_meta.load_id = self.load_id
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
@@ -135,7 +135,9 @@ def load_tensors(path: str | Path, names: Iterable[str]) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} has no {missing[0]!r} ({len(missing)} of {len(wanted)} tensors are missing).")
     tensors = {name: torch.empty(known[name][0], dtype=known[name][1]) for name in wanted}
     if tensors:
-        dcp.load(tensors, storage_reader=_SafeReader(path), no_dist=True)
+        with warnings.catch_warnings():  # torch remarks that this process reads by itself
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(tensors, storage_reader=_SafeReader(path), no_dist=True)
     return tensors
 
 

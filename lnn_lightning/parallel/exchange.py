@@ -346,7 +346,7 @@ def check_same_batch(batch: Any, group: ProcessGroup | None, device: torch.devic
     """
     own = torch.tensor([batch_checksum(batch)], device=device)
     gathered = own.new_empty(dist.get_world_size(group))
-    dist.all_gather_into_tensor(gathered, own, group=group)
+    dist.all_gather_single(gathered, own, group=group)
     sums = gathered.tolist()
     if len(set(sums)) == 1:
         return

@@ -32,8 +32,11 @@ class CheckpointHooks(MeshStrategy):
     if TYPE_CHECKING:
         from lnn_lightning.parallel.pipeline.engine import PipelineEngine
 
-        engine: PipelineEngine
         _group_names: list[list[list[str]]]
+
+        @property
+        def engine(self) -> PipelineEngine:  # noqa: D102 - the strategy has it
+            ...
 
     @property
     @override

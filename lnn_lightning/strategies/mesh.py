@@ -130,7 +130,8 @@ class MeshStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010 - a function's attribute
+        setattr(fabric_rank_zero_only, "rank", self.global_rank)  # noqa: B010
 
     @override
     def setup_environment(self) -> None:

@@ -213,7 +213,7 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
             raise StepError(
                 f"{kind}(dataloader_iter) is not supported: take a batch, `{kind}(self, batch, batch_idx)`."
             )
-        arguments = (0,) if is_param_in_hook_signature(function, "batch_idx", min_args=2) else ()
+        arguments: tuple[Any, ...] = (0,) if is_param_in_hook_signature(function, "batch_idx", min_args=2) else ()
         if kind != "training_step" and is_param_in_hook_signature(function, "dataloader_idx", explicit=True):
             arguments += (0,)
         return arguments

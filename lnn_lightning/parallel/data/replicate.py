@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors  # type: ignore[attr-defined]
+from torch.nn.parallel.distributed import _find_tensors
 
 
 class Replica:
@@ -23,14 +23,16 @@ class Replica:
     Args:
         parameters: trainable parameters, the same on all ranks of the group in the same order.
         group: data-parallel ranks that hold the same stage.
+        overlap: the reduction may be armed before the last backward; costs a walk through the graph for unused
+            parameters.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, overlap: bool) -> None:
         self.parameters = tuple(parameters)
         self._ddp = DistributedDataParallel(
             _Holder(self.parameters),
             process_group=group,
-            find_unused_parameters=True,
+            find_unused_parameters=overlap,
             broadcast_buffers=False,
             init_sync=False,
         )

@@ -177,7 +177,8 @@ class PipelineEngine:
             return
         trainable = [parameter for parameter in self.residence.parameters() if parameter.requires_grad]
         if self._replica is None or [*self._replica.parameters] != trainable:
-            self._replica = Replica(trainable, self.mesh.group(DATA)) if trainable else None
+            overlap = self.placement.num_stages == 1
+            self._replica = Replica(trainable, self.mesh.group(DATA), overlap) if trainable else None
 
     def split(self, batch: Any, training: bool) -> list[Any]:
         """The micro-batches of a local batch."""

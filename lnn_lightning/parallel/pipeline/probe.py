@@ -75,7 +75,8 @@ def _compare(
     if counts[0] and [float(c) for c in counts[0]] != [float(c) for c in counts[1]]:
         factors = [2.0 / float(first + second) for first, second in zip(counts[0], counts[1], strict=True)]
         found[:2] = [loss_of(index, whole_batch_losses(factors)) for index in range(2)]
-    if counts[0] and not _is_affine(lambda scale: loss_of(0, whole_batch_losses([scale / float(c) for c in counts[0]]))):
+    own = [1.0 / float(count) for count in counts[0]]
+    if own and not _is_affine(lambda scale: loss_of(0, whole_batch_losses([scale * factor for factor in own]))):
         return "other"
     mean, whole = (found[0] + found[1]) / 2, found[2]
     tolerance = _RANDOM_TOLERANCE if traces[0].glue_random else _tolerance(traces[0])

@@ -20,8 +20,8 @@ aten = torch.ops.aten
 class GlueMode(TorchDispatchMode):
     """Watches the operations outside the units in one run of the step.
 
-    Each random operation is seeded by its number in the run; those on absent values are counted too, so the numbers agree
-    between stages. A real mask on an absent value becomes the indices it stands for.
+    Each random operation is seeded by its number in the run; those on absent values are counted too, so the numbers
+    agree between stages. A real mask on an absent value becomes the indices it stands for.
 
     Args:
         seed: seed of the run's glue.

@@ -23,7 +23,7 @@ class _Deliver(torch.autograd.Function):
         return loss.detach().clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         ctx.deliver(gradient)
         return None, None, None
 

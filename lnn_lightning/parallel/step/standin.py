@@ -43,7 +43,7 @@ def replace_tensors(module: nn.Module, decide: Callable[[str, Tensor], Tensor]) 
                     continue
                 if id(tensor) not in done:
                     done[id(tensor)] = (tensor, decide(f"{prefix}.{name}" if prefix else name, tensor))
-                store[name] = done[id(tensor)][1]  # type: ignore[assignment]
+                store[name] = done[id(tensor)][1]
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
