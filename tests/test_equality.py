@@ -72,7 +72,7 @@ def test_float32(name: str) -> None:
     check(name, 2, {"pipeline_parallel_size": 2, "microbatches": 4}, Run(dtype=torch.float32))
 
 
-@pytest.mark.parametrize("name", ["gpt_tied", "hf_llama_ignored", "shared_bias"])
+@pytest.mark.parametrize("name", ["gpt_tied", "ignored_targets", "weighted_classes", "sum_loss", "shared_bias"])
 def test_one_stage(name: str) -> None:
     """Data parallelism alone is the same path."""
     check(name, 2, {"pipeline_parallel_size": 1, "data_parallel_size": 2, "microbatches": 2})
@@ -106,7 +106,9 @@ def test_dropout_is_reproducible() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt_tied", "hf_llama_ignored", "hf_t5", "unet", "shared_bias", "encoder_decoder"])
+@pytest.mark.parametrize(
+    "name", ["gpt_tied", "hf_llama_ignored", "ignored_targets", "hf_t5", "unet", "shared_bias", "encoder_decoder"]
+)
 def test_pipeline_and_data(name: str) -> None:
     layout = {"pipeline_parallel_size": 2, "data_parallel_size": 2, "schedule": "1f1b", "microbatches": 2}
     check(name, 4, layout, Run(accumulate=2, clip=0.1))
@@ -134,9 +136,7 @@ def test_four_stages(name: str, schedule: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "zbv"])
-@pytest.mark.parametrize("name", COMPARABLE)
+@pytest.mark.parametrize("name", [name for name in COMPARABLE if ZOO[name].blocks >= 4])
 def test_many_stages_of_everything(name: str, schedule: str) -> None:
-    """Cuts in four places, on two ranks."""
-    if ZOO[name].blocks < 4:
-        pytest.skip("too few blocks")
+    """Cuts in three places, on two ranks."""
     check(name, 2, {"pipeline_parallel_size": 2, **SCHEDULES[schedule]})

@@ -188,6 +188,30 @@ def test_pt126600_batch_not_a_multiple_of_the_microbatches() -> None:
     zoo_equals("gpt_tied", batches=batches)
 
 
+def _unequal_shares(rank: int, world_size: int, layout: Any) -> Any:
+    """Batches of 8 samples, of which one data rank gets 5 and the other 3."""
+    trainer = trainer_for(world_size, layout)
+
+    class Unequal(pl.LightningDataModule):
+        def train_dataloader(self) -> DataLoader:
+            cut = slice(None)
+            if layout is not None:
+                cut = slice(0, 5) if self.trainer.strategy.data_parallel_rank == 0 else slice(5, 8)
+            batches = ZOO["gpt_tied"].batches(4, 8, torch.float64)
+            return DataLoader([tuple(t[cut] for t in batch) for batch in batches], batch_size=None)  # type: ignore[arg-type]
+
+    trainer.fit(model(LitGPT), datamodule=Unequal())
+    return full_state(trainer)
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_pt126600_data_ranks_with_batches_of_different_sizes(stages: int) -> None:
+    layout = {"pipeline_parallel_size": stages, "data_parallel_size": 2, "microbatches": 2}
+    expected, many = one_and_many(_unequal_shares, world_size=2 * stages, layout=layout)
+    for got in many:
+        assert_same(expected, got)
+
+
 def test_tt775_fewer_microbatches_than_stages() -> None:
     zoo_equals("gpt_deep", layout={**PIPELINE, "schedule": "interleaved", "stages_per_rank": 2, "microbatches": 2})
 

@@ -334,7 +334,6 @@ def _mix(tensor: Tensor) -> int:
         return 0
     words = torch.nn.functional.pad(data, (0, -data.numel() % 8)).view(torch.int64)
     words = (words ^ (words >> 31)) * -7046029254386353131
-    words ^= words >> 29
     return int(((torch.arange(len(words), device=words.device) * 2 + 1) * words).sum())
 
 

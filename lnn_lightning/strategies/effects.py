@@ -258,10 +258,8 @@ class EffectWatch:
         return {name: edits for name, edits in found.items() if edits}
 
     def _delta_of(self, name: str, owner: _Owner) -> dict[str, Node]:
-        kept, now = self._latest[name], owner.attributes()
-        # a new object of the user's own class stays a matter of this rank
-        now = {attribute: value for attribute, value in now.items() if attribute in kept or _is_plain(value)}
-        edits = _edits(kept, now)
+        edits = _edits(self._latest[name], owner.attributes())
+        # another object of the user's own class stays a matter of this rank
         return {attribute: node for attribute, node in edits.items() if node[0] != "set" or _is_plain(node[1])}
 
     def mark(self) -> None:
@@ -303,33 +301,25 @@ def _owners(module: nn.Module) -> dict[str, _Owner]:
 
 
 def _snapshot(owners: Mapping[str, _Owner]) -> _Snapshot:
-    kept: dict[int, _Kept] = {}  # a list that has two names (metrics of one compute group) is kept once
-
-    def keep(value: Any) -> _Kept:
-        return kept.setdefault(id(value), _keep(value)) if isinstance(value, (list, dict)) else _keep(value)
-
     return {
-        name: {attribute: keep(value) for attribute, value in owner.attributes().items()}
+        name: {attribute: _keep(value) for attribute, value in owner.attributes().items()}
         for name, owner in owners.items()
     }
 
 
 def _restore(owners: Mapping[str, _Owner], snapshot: _Snapshot) -> None:
-    restored: dict[int, Any] = {}
     for name, owner in owners.items():
         kept = snapshot[name]
         for attribute in owner.attributes():
             if attribute not in kept:
                 del owner.store(attribute)[attribute]
         for attribute, value in kept.items():
-            if id(value) not in restored:
-                restored[id(value)] = value.restored()
-            owner.store(attribute)[attribute] = restored[id(value)]
+            owner.store(attribute)[attribute] = value.restored()
         owner.forget_results()
 
 
 def _apply(owners: Mapping[str, _Owner], delta: Delta) -> None:
-    done: set[int] = set()
+    done: set[int] = set()  # metrics of one compute group share their lists
     for name, edits in delta.items():
         owner = owners[name]
         for attribute, node in edits.items():

@@ -135,6 +135,7 @@ def _two_axes(rank: int, world_size: int) -> tuple[float, float]:
     return both.item(), weight.grad.item()
 
 
+@pytest.mark.slow
 def test_over_two_axes() -> None:
     norm = math.sqrt(1 + 4 + 9 + 16)
     for rank, (both, grad) in enumerate(run_ranks(_two_axes, 4)):

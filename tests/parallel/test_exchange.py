@@ -147,8 +147,13 @@ def _everything_crosses(rank: int, world_size: int) -> list[int]:
     got = channel.broadcast({"weights": torch.nn.Parameter(torch.ones(2) * 2, requires_grad=True)}, 1)
     assert got["weights"].requires_grad == (rank == 1), "the graph stays where it is"
 
-    for number in range(300):  # more skeletons than are kept
+    in_use = []
+    for number in range(300):  # more skeletons than are kept; what is in use stays
         assert channel.broadcast({f"{number}": 1.0} if rank == 0 else None, 0) == {f"{number}": 1.0}
+        counts.append(0)
+        assert channel.broadcast({"in use": number} if rank == 0 else None, 0) == {"in use": number}
+        in_use.append(counts[-1])
+    assert in_use == [3] + [2] * 299
     for number in (299, 0, 150):
         assert channel.broadcast({f"{number}": 2.0} if rank == 1 else None, 1) == {f"{number}": 2.0}
     assert len(channel._known) <= 256
@@ -266,7 +271,7 @@ def changed(path: str) -> dict[str, Any]:
     elif path == "number":
         batch["y"][2] = 5
     elif path == "key":
-        batch["z"] = batch.pop("x")
+        batch = {"z" if key == "x" else key: value for key, value in batch.items()}
     elif path == "user dict":
         batch["meta"]["idx"] = (0, None, 0.25)
     elif path == "dataclass":
@@ -312,6 +317,7 @@ def _same_batch(rank: int, world_size: int) -> str:
     return str(error)
 
 
+@pytest.mark.slow
 def test_ranks_fed_different_data_are_named() -> None:
     messages = run_ranks(_same_batch, 4)
     assert len(set(messages)) == 1

@@ -235,6 +235,7 @@ def _overflow(rank: int, world_size: int, fused: bool) -> list[Any]:
     return history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(fused: bool) -> None:
     histories = run_ranks(_overflow, 4, fused)

@@ -383,9 +383,17 @@ def test_compute_groups_stay_right() -> None:
         merged = watch.merged([1, 1])
         watch.apply(merged)
         other.apply(merged)
-        assert here.lists.compute() == there.lists.compute() == reference.lists.compute()
-        for module in (here, there):
-            assert len(module.lists["a"].preds) == len(module.lists["b"].preds) == len(reference.lists["a"].preds)
+    lists = [[len(metric.preds) for metric in m.lists.values(copy_state=False)] for m in (here, there, reference)]
+    assert lists == [[6, 6]] * 3
+    assert here.lists.compute() == there.lists.compute() == reference.lists.compute()
+    here.lists.update(torch.tensor([0.4]), torch.tensor([0]))
+    assert here.lists._modules["a"].preds is here.lists._modules["b"].preds
+    watch = EffectWatch(here)
+    here.lists.update(torch.tensor([0.3]), torch.tensor([1]))
+    delta = watch.delta()
+    for _ in range(2):
+        watch.apply(delta)
+        assert [len(metric.preds) for metric in here.lists.values(copy_state=False)] == [8, 8]
     for module in (here, there):
         module.lists.reset()
         assert module.lists["b"].preds == []
@@ -427,6 +435,7 @@ def _stage_and_data(rank: int, world_size: int) -> dict[str, Any]:
     return {"state": state_of(module), "computed": computed(module), "mean": stacked.mean().item()}
 
 
+@pytest.mark.slow
 def test_every_rank_sees_one_process() -> None:
     rows = run_ranks(_stage_and_data, 4)
     for data in (0, 1):

@@ -82,6 +82,19 @@ def test_recording_ends_with_the_step_however_it_ends() -> None:
     assert vars(module)["log"] is mine and len(recorder.take()) == 1
 
 
+def test_an_override_of_any_shape() -> None:
+    class Own(Module):
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            raise AssertionError("not while recording")
+
+    module = Own()
+    recorder = StepRecorder(module)
+    with recorder.recording(0):
+        module.log("x", 1.0, True, on_step=True)
+    (entry,) = recorder.take()
+    assert (entry.name, entry.value, entry.kwargs) == ("x", 1.0, {"prog_bar": True, "on_step": True})
+
+
 def test_a_metric_without_a_name_is_refused() -> None:
     module = Module()
     recorder = StepRecorder(module)

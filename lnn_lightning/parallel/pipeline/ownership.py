@@ -27,7 +27,8 @@ class Ownership:
 def find_ownership(root: nn.Module, units: Units, trace: Trace, stage_of: Sequence[int], num_stages: int) -> Ownership:
     """Where units and tensors live, given the stage of each call.
 
-    A unit the traced step does not call lives where the one registered before it does. A parameter that only glue uses
+    A unit the traced step does not call lives with its original, if it is a copy (an average of the weights, say), else
+    where the one registered before it does. A parameter that only glue uses
     lives where the glue's value is needed.
 
     Raises:
@@ -45,9 +46,11 @@ def find_ownership(root: nn.Module, units: Units, trace: Trace, stage_of: Sequen
     for name in trace.everywhere:
         of_tensor[name] |= set(range(num_stages))
     previous = 0
+    called = [name for name in units.names if of_unit[name]]
     for name in units.names:
         if not of_unit[name]:
-            of_unit[name] = {previous}
+            twin = _original_of(name, called)
+            of_unit[name] = set(of_unit[twin]) if twin is not None else {previous}
         previous = max(of_unit[name])
     inside: dict[int, set[int]] = {}
     for name in units.names:
@@ -64,6 +67,14 @@ def find_ownership(root: nn.Module, units: Units, trace: Trace, stage_of: Sequen
     )
     _check_gain(ownership, trace, {name: parameter.numel() for name, parameter in parameters.items()}, num_stages)
     return ownership
+
+
+def _original_of(name: str, called: Sequence[str]) -> str | None:
+    """The called unit of the same name in another place: ``model.layers.1`` for ``ema.layers.1``."""
+    _, _, rest = name.partition(".")
+    twins = [other for other in called if rest and other.partition(".")[2] == rest]
+    twins += [other for other in called if rest and (other == rest or other.endswith("." + rest))]
+    return twins[0] if twins else None
 
 
 def _check_gain(ownership: Ownership, trace: Trace, sizes: Mapping[str, int], num_stages: int) -> None:

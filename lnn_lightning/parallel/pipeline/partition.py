@@ -115,8 +115,12 @@ def _balanced_bounds(trace: Trace, costs: list[float], num_stages: int) -> list[
         hidden = next((i for i in range(1, count) if prices[i] is None), None)
         if hidden is not None and count >= num_stages:
             live_values(trace, [int(i >= hidden) for i in range(count)], 2)
+        cause = trace.tail_error
+        followed = f"The step could not be followed further than {trace.names[-1]!r} ({cause}). " if cause else ""
+        if any(call.region is not None for call in trace.calls):
+            followed += "What runs inside one `torch.utils.checkpoint` cannot be divided: checkpoint each block. "
         raise StepError(
-            f"The step calls {count} units ({', '.join(dict.fromkeys(trace.names))}), too few for {num_stages} "
+            f"{followed}The step calls {count} units ({', '.join(dict.fromkeys(trace.names))}), too few for {num_stages} "
             f"pipeline "
             f"stages. Use at most {sum(free[1:]) + 1} stages (pipeline_parallel_size x stages_per_rank), or name finer "
             "cuts with `split_points`."
@@ -133,7 +137,8 @@ def _balanced_bounds(trace: Trace, costs: list[float], num_stages: int) -> list[
 
 def _cut_price(trace: Trace, position: int) -> int | None:
     """Bytes sent by a cut before call ``position``; None where no cut is possible."""
-    if position == 0:
+    region = trace.calls[position].region
+    if position == 0 or (region is not None and region == trace.calls[position - 1].region):
         return None
     try:
         (keys,) = live_values(trace, [int(call.index >= position) for call in trace.calls], 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.pipeline.ownership import Ownership
 from lnn_lightning.parallel.pipeline.partition import live_values
 from lnn_lightning.parallel.step.batch import own_copy, signature_of
+from lnn_lightning.parallel.step.interception import no_backward
 from lnn_lightning.parallel.step.observer import StepObserver
 from lnn_lightning.parallel.step.plan import Plan
 from lnn_lightning.parallel.step.randomness import preserved_rng
@@ -48,7 +50,7 @@ class PlanBook:
         device = next(iter([tensor.device for tensor in tree_tensors(batch)]), torch.device("cpu"))
         self.tracing = True
         try:
-            with preserved_rng(device):
+            with preserved_rng(device), no_backward() if self.num_stages > 1 else nullcontext():
                 trace = trace_step(
                     self.root, self.groups, step, own_copy(batch), self._observer.muted, self._rules, self.fake_mode
                 )
@@ -58,7 +60,14 @@ class PlanBook:
         return trace
 
     def _check_end(self, trace: Trace) -> None:
-        """A step that fails while it is traced must have got behind its last block."""
+        """A step that fails while it is traced must have got behind its last block; blocks must not talk in secret."""
+        if self.num_stages == 1:
+            return
+        if writers := [call.unit for call in trace.calls if call.writes]:
+            raise StepError(
+                f"{writers[0]!r} writes into a list or dict that it is given: on another stage nobody would see it. "
+                "Return the value instead, or train without a pipeline (pipeline_parallel_size=1)."
+            )
         if trace.tail_error is None:
             return
         called = {call.group for call in trace.calls}
@@ -82,6 +91,7 @@ class PlanBook:
         """Plan of a step for batches of this shape, traced if none is known."""
         key = (
             kind,
+            tuple(parameter.requires_grad for parameter in self.root.parameters()),
             self.root.training,
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),

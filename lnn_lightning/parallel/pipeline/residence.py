@@ -50,7 +50,8 @@ class Residence:
         replace_tensors(self.root, lambda name, t: t if self.lives_here(name) or is_stand_in(t) else stand_in_for(t))
         if seed is not None:
             materialize(self.root, self.lives_here, seed)
-        for name, module in self.root.named_modules():
+        for name in self._book.groups:
+            module = self.root.get_submodule(name)
             if any(is_stand_in(t) for t in [*module._parameters.values(), *module._buffers.values()]):
                 self._guards.append(module.register_forward_pre_hook(self._guard(name)))
         self.mesh.pipeline_subgroups(self.ranks_of(name) for name, _ in named_tensors(self.root))

@@ -19,14 +19,21 @@ def batch_size_of(batch: Any) -> int | None:
     length; else the most common first dimension.
     """
     sizes = [tensor.shape[0] for tensor in tree_tensors(batch) if tensor.dim() > 0]
+    entries = children_of(batch)
+    lists = entries[0] if entries and entries[0] and all(isinstance(entry, list) for entry in entries[0]) else []
+    if len({len(entry) for entry in lists}) == 1 and any(map(_differ, lists)):
+        return len(lists[0])
     if sizes and len(set(sizes)) == 1:
         return sizes[0]
-    entries = children_of(batch)
-    if entries and entries[0] and all(isinstance(entry, list) for entry in entries[0]):
-        lengths = {len(entry) for entry in entries[0]}
-        if len(lengths) == 1:
-            return lengths.pop()
+    if len({len(entry) for entry in lists}) == 1:
+        return len(lists[0])
     return Counter(sizes).most_common(1)[0][0] if sizes else None
+
+
+def _differ(entries: list[Any]) -> bool:
+    """Whether a list holds samples: tensors of different shapes, or scalars."""
+    shapes = [tuple(tensor.shape) for tensor in entries if isinstance(tensor, Tensor)]
+    return len(set(shapes)) > 1 or () in shapes
 
 
 def microbatch_count(batch_size: int, wanted: int) -> int:

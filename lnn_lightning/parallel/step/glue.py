@@ -65,8 +65,8 @@ def glue_mode(needed: bool, seed: int, device: torch.device) -> AbstractContextM
 def masks_as_indices(func: Any, args: Any) -> tuple[Any, Any]:
     """Replaces a real boolean mask on a fake tensor, whose result's shape depends on the mask, by integer indices."""
     if func is aten.masked_select.default and _masks_fake(args[0], [args[1]]):
-        value, mask = torch.broadcast_tensors(args[0], args[1])
-        return aten.index.Tensor, (value, list(mask.nonzero().unbind(1)))
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return aten.index.Tensor, (args[0].expand(shape), list(args[1].expand(shape).nonzero().unbind(1)))
     if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default) and _masks_fake(args[0], args[1]):
         indices: list[Tensor | None] = []
         for index in args[1]:

@@ -48,8 +48,7 @@ def materialize(root: nn.Module, lives_here: Callable[[str], bool], seed: int) -
     def decide(name: str, tensor: Tensor) -> Tensor:
         if not getattr(tensor, _META, False) or not lives_here(name):
             return tensor
-        fill = float("nan") if tensor.dtype.is_floating_point else 0
-        real = torch.full(tensor.shape, fill, dtype=tensor.dtype)
+        real = torch.full(tensor.shape, _unset(tensor.dtype), dtype=tensor.dtype)
         result = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
         made[id(result)] = name
         return result
@@ -62,7 +61,7 @@ def materialize(root: nn.Module, lives_here: Callable[[str], bool], seed: int) -
                 reseed(seed_of(seed, *name.encode()), torch.device("cpu"))
                 _initialise(root, name, module)
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
-        if id(tensor) in made and tensor.is_floating_point() and bool(tensor.isnan().any()):
+        if id(tensor) in made and _is_unset(tensor):
             raise StepError(
                 f"{name!r} was built on the meta device and nothing initialises it: give its module a "
                 "`reset_parameters()` method, or a module around it an `_init_weights(module)` method, or build the "
@@ -70,9 +69,23 @@ def materialize(root: nn.Module, lives_here: Callable[[str], bool], seed: int) -
             )
 
 
+def _unset(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point:
+        return float("nan")
+    return False if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().any())
+    return tensor.dtype is not torch.bool and tensor.numel() > 0 and bool((tensor == _unset(tensor.dtype)).all())
+
+
 def _initialise(root: nn.Module, name: str, module: nn.Module) -> None:
-    if callable(reset := getattr(module, "reset_parameters", None)):
-        reset()
+    for method in ("reset_parameters", "_reset_parameters"):
+        if callable(reset := getattr(module, method, None)):
+            reset()
+            break
     parts = name.split(".") if name else []
     for depth in range(len(parts), -1, -1):
         around = root.get_submodule(".".join(parts[:depth]))

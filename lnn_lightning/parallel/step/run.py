@@ -213,14 +213,11 @@ class StepRunner:
         unit = plan.trace.calls[key[0]].unit
         if isinstance(value, FakeTensor):
             raise AbsentValueError(f"Stage {stage} must send a result of {unit!r} that is not here.")
-        if (
-            tuple(value.shape) != info.shape
-            or value.dtype != info.dtype
-            or (value.requires_grad and not info.requires_grad)
-        ):
+        if tuple(value.shape) != info.shape or value.dtype != info.dtype or value.requires_grad != info.requires_grad:
             raise StepError(
                 f"{unit!r} returned a tensor of shape {tuple(value.shape)}, {value.dtype}, "
                 f"requires_grad={value.requires_grad}; it was traced as {info.shape}, {info.dtype}, "
                 f"requires_grad={info.requires_grad}. A value that crosses from stage {stage} to {stage + 1} must not "
-                "depend on the data in these; use `split_points` to cut elsewhere."
+                "depend on the data in these; use `split_points` to cut elsewhere. Around blocks, "
+                "`torch.utils.checkpoint` must be used with `use_reentrant=False`."
             )

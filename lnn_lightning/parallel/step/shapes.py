@@ -72,7 +72,7 @@ def _run_for_real(
         ) from error
     outputs, build = tree_flatten(out)
     relations = tuple(_relation(name, leaf, real) for leaf in outputs)
-    return ShapeRule(relations, build, _guess_flops(unit, leaves))
+    return ShapeRule(relations, build, guess_flops(unit, leaves))
 
 
 def _made_up(leaf: Any) -> Any:
@@ -134,7 +134,8 @@ def _apply(name: str, rule: ShapeRule, leaves: list[Any], fake_mode: FakeTensorM
     return rule.unflatten(results)
 
 
-def _guess_flops(unit: nn.Module, leaves: list[Any]) -> int:
+def guess_flops(unit: nn.Module, leaves: list[Any]) -> int:
+    """Two operations a parameter and token, for units whose operators have no formula."""
     tokens = max(
         (leaf.numel() // max(leaf.shape[-1], 1) for leaf in tree_leaves(leaves) if _has_shape(leaf)), default=1
     )

@@ -1,22 +1,52 @@
 """Stand-ins: parameters that live on another stage, here in name and shape only.
 
 A stand-in is one element expanded to the full shape (stride 0), so it costs no memory, and code in
-``configure_optimizers`` that goes through all names works. Its value is NaN: a use by mistake shows.
+``configure_optimizers`` that goes through all names works. Reading it gives NaN: a use by mistake shows. Writing to it
+does nothing: code that changes all parameters (weight clipping, averages of weights) works on those that are here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_MARK = "_lnn_stand_in"
+_PASSED_ON = {"requires_grad_", "detach_", "__set__"}
+
+
+class _StandIn:
+    """Ignores writes; everything else is what the expanded tensor does, with plain results."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if args and isinstance(args[0], _StandIn):
+            if name == "__get__" and getattr(func, "__self__", None) is Tensor.data:
+                return args[0]  # so that `p.data.clamp_()` is a write to a stand-in too
+            writes = name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__iadd__", "__imul__")
+            if writes and name not in _PASSED_ON:
+                return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = copy = stand_in_for(self)  # type: ignore[arg-type]
+        return copy
+
+
+class StandInParameter(_StandIn, nn.Parameter):
+    """A parameter that lives elsewhere."""
+
+
+class StandInBuffer(_StandIn, nn.Parameter):
+    """A buffer that lives elsewhere; a Parameter only because fake tensors know no other subclass."""
 
 
 def is_stand_in(tensor: Tensor | None) -> bool:
     """Whether the values of this parameter or buffer live elsewhere."""
-    return tensor is not None and getattr(tensor, _MARK, False)
+    return isinstance(tensor, _StandIn)
 
 
 def _blank(like: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
@@ -25,12 +55,12 @@ def _blank(like: Tensor, device: torch.device | None, dtype: torch.dtype | None)
     return torch.full((), fill, dtype=dtype, device=device or like.device).expand(like.shape)
 
 
-def stand_in_for(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """A stand-in with the name's shape, dtype and ``requires_grad``; a Parameter for a Parameter."""
-    blank = _blank(tensor, device, None)
-    result = nn.Parameter(blank, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
-    setattr(result, _MARK, True)
-    return result
+def stand_in_for(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """A stand-in with the shape, dtype and ``requires_grad`` of a tensor; a Parameter for a Parameter."""
+    blank = _blank(tensor, device, dtype)
+    is_parameter = isinstance(tensor, nn.Parameter) and not isinstance(tensor, StandInBuffer)
+    kind = StandInParameter if is_parameter else StandInBuffer
+    return torch.Tensor._make_subclass(kind, blank, tensor.requires_grad)
 
 
 def replace_tensors(module: nn.Module, decide: Callable[[str, Tensor], Tensor]) -> None:
@@ -64,10 +94,10 @@ def convert_module(
 
     def convert(tensor: Tensor) -> Tensor:
         cast = dtype if tensor.is_floating_point() else None
-        if not is_stand_in(tensor):
-            return tensor.to(device=device, dtype=cast)
-        blank = _blank(tensor, device, cast)
-        setattr(blank, _MARK, True)
-        return blank
+        if is_stand_in(tensor):
+            if isinstance(tensor, StandInParameter):  # its `data` is set to this, the object stays
+                return _blank(tensor, device, cast)
+            return stand_in_for(tensor, device, cast)
+        return tensor.to(device=device, dtype=cast)
 
     return module._apply(convert)

@@ -8,7 +8,6 @@ storage which unit outputs, and which parameters used by the glue, it derives fr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -20,11 +19,12 @@ from torch.utils.flop_counter import flop_registry
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.glue import masks_as_indices
+from lnn_lightning.parallel.step.interception import CheckpointRegions
+from lnn_lightning.parallel.step.leftovers import nothing_left_behind
 from lnn_lightning.parallel.step.losses import LossCall, watch_losses
 from lnn_lightning.parallel.step.patching import patched_calls
 from lnn_lightning.parallel.step.randomness import is_random
-from lnn_lightning.parallel.step.shapes import ShapeRule, learn_output, own_object
-from lnn_lightning.parallel.step.standin import is_stand_in
+from lnn_lightning.parallel.step.shapes import ShapeRule, guess_flops, learn_output, own_object
 from lnn_lightning.parallel.step.tree import Unflatten, tree_flatten, tree_leaves
 
 Key: TypeAlias = tuple[int, int]
@@ -59,6 +59,8 @@ class Call:
         glue_parameters: the latter alone.
         flops: floating-point operations of the forward.
         random: whether it draws random numbers.
+        region: number of the glue-level checkpoint it is called in; None: in none.
+        writes: it adds to, or changes, a list or dict that it is given.
     """
 
     index: int
@@ -72,6 +74,8 @@ class Call:
     glue_parameters: frozenset[str] = frozenset()
     flops: int = 0
     random: bool = False
+    region: int | None = None
+    writes: bool = False
 
 
 @dataclass
@@ -237,7 +241,10 @@ class _Recorder:
         tracker: _Tracker,
         fake_mode: FakeTensorMode,
         rules: dict[str, ShapeRule],
+        regions: CheckpointRegions,
     ) -> None:
+        self.regions = regions
+        self.trains = torch.is_grad_enabled()
         self.root, self.groups, self.tracker, self.fake_mode, self.rules = root, groups, tracker, fake_mode, rules
         self.names = {id(p): name for name, p in root.named_parameters()}
         self.calls: list[Call] = []
@@ -246,7 +253,12 @@ class _Recorder:
         tracker = self.tracker
         if tracker.inside:
             return original(*args, **kwargs)
-        call = Call(len(self.calls), name, self.groups[name])
+        if self.regions.current is not None and self.trains and not torch.is_grad_enabled():
+            raise StepError(
+                f"{name!r} is called inside of `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`, whose values "
+                "have no graph to send gradients through. Use `use_reentrant=False`."
+            )
+        call = Call(len(self.calls), name, self.groups[name], region=self.regions.current)
         self.calls.append(call)
         dependencies = tracker.of((args, kwargs))
         leaves, unflatten = tree_flatten((args, kwargs))
@@ -254,7 +266,10 @@ class _Recorder:
         try:
             fakes = [self._fake(leaf) for leaf in leaves]
             inside = _Inside(tracker, {_address(leaf) for leaf in fakes if isinstance(leaf, Tensor)})
-            out = self._run(name, unit, original, fakes, unflatten, inside)
+            given = unflatten(fakes)
+            out = self._run(name, unit, original, fakes, given, unflatten, inside)
+            now = tree_leaves(given)
+            call.writes = len(now) != len(fakes) or any(new is not old for new, old in zip(now, fakes, strict=True))
         finally:
             tracker.inside = False
         call.needs = frozenset(key for key in dependencies if isinstance(key, tuple))
@@ -271,14 +286,24 @@ class _Recorder:
         return result
 
     def _run(
-        self, name: str, unit: nn.Module, original: Any, leaves: list[Any], unflatten: Unflatten, inside: _Inside
+        self,
+        name: str,
+        unit: nn.Module,
+        original: Any,
+        leaves: list[Any],
+        given: Any,
+        unflatten: Unflatten,
+        inside: _Inside,
     ) -> Any:
         # a cache, say, is written to by a run that fails half-way
         untouched = [own_object(leaf) for leaf in leaves]
-        args, kwargs = unflatten(leaves)
+        args, kwargs = given
         try:
             with self.fake_mode, inside:
-                return original(*args, **kwargs)
+                out = original(*args, **kwargs)
+            if inside.flops == 0 and any(isinstance(module, nn.RNNBase) for module in unit.modules()):
+                inside.flops = guess_flops(unit, leaves)
+            return out
         except StepError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a data-dependent block raises on fake tensors
@@ -361,12 +386,13 @@ def trace_step(
         _address(leaf): index for index, leaf in enumerate(tree_leaves(batch)) if isinstance(leaf, Tensor)
     }
     tracker = _Tracker({_address(p): name for name, p in root.named_parameters()}, batch_storages)
-    recorder = _Recorder(root, groups, tracker, fake_mode, rules)
+    regions = CheckpointRegions()
+    recorder = _Recorder(root, groups, tracker, fake_mode, rules, regions)
     logged: set[Dependency] = set()
     error: Exception | None = None
     losses: list[LossCall] = []
     units = {name: root.get_submodule(name) for name in groups}
-    with _kept_buffers(root), tracker, patched_calls(units, recorder.enter):
+    with nothing_left_behind(root), regions.watched(), tracker, patched_calls(units, recorder.enter):
         with watch(lambda value: logged.update(tracker.of(value))), watch_losses(losses, batch_storages, tracker):
             try:
                 tail = tracker.of(step(batch))
@@ -395,26 +421,3 @@ def trace_step(
         losses=losses,
         tail_error=error,
     )
-
-
-@contextmanager
-def _kept_buffers(root: nn.Module) -> Iterator[None]:
-    """Glue is real while tracing: buffers it changes are put back."""
-    before = [(module, dict(module._buffers)) for module in root.modules() if module._buffers]
-    copies = {
-        id(tensor): (tensor, tensor._version, tensor.clone())
-        for _, store in before
-        for tensor in store.values()
-        if tensor is not None and not is_stand_in(tensor) and not tensor.is_inference()
-    }
-    try:
-        yield
-    finally:
-        for module, store in before:
-            for name, tensor in store.items():
-                module._buffers[name] = tensor
-                if tensor is not None and id(tensor) in copies:
-                    original, version, copy = copies[id(tensor)]
-                    if original._version != version:
-                        with torch.no_grad():
-                            original.copy_(copy)

@@ -138,7 +138,9 @@ def test_masks_of_absent_values_have_a_shape() -> None:
         assert torch.equal(here, expected), "values that are here are masked as ever"
 
 
-@pytest.mark.parametrize("mask", [ROWS, MASK[:, None], torch.tensor([True, False, True])], ids=["full", "rows", "columns"])
+@pytest.mark.parametrize(
+    "mask", [ROWS, MASK[:, None], torch.tensor([True, False, True])], ids=["full", "rows", "columns"]
+)
 def test_masked_select_of_absent_values_has_a_shape(mask: Tensor) -> None:
     expected = torch.masked_select(torch.zeros(4, 3), mask)
     with GlueMode(1, CPU):

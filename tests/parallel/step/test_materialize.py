@@ -21,7 +21,7 @@ class Plain(nn.Module):
         self.embed = nn.Embedding(8, 4)
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.norm, self.batch = nn.LayerNorm(4), nn.BatchNorm1d(4)
-        self.attention = nn.MultiheadAttention(4, 2)
+        self.recurrent = nn.LSTM(4, 4)
 
 
 def on_meta(kind: Any, **options: Any) -> nn.Module:
@@ -60,7 +60,7 @@ def test_a_real_module_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("kind", "parts"),
     [
-        (Plain, [("embed", "first"), ("second",), ("norm", "batch", "attention")]),
+        (Plain, [("embed", "first"), ("second",), ("norm", "batch", "recurrent")]),
         (GPT, [("transformer.wte", "transformer.h.0"), ("transformer.wpe", "transformer.h.1", "transformer.ln_f")]),
     ],
 )
@@ -92,14 +92,23 @@ def test_initialised_as_the_modules_do() -> None:
     assert torch.equal(module.batch.running_var, torch.ones(4))
     assert module.batch.num_batches_tracked == 0
     assert 0 < module.first.weight.abs().max() <= 0.5, "uniform within 1 / sqrt(4)"
-    assert torch.equal(module.attention.in_proj_bias, torch.zeros(12))
+    assert 0 < module.recurrent.bias_hh_l0.abs().max() <= 0.5
     assert all(parameter.is_leaf and parameter.requires_grad for parameter in module.parameters())
+
+
+def test_torchs_attention() -> None:
+    """Initialises itself by `_reset_parameters`."""
+    module = made(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2), ("",))
+    assert torch.equal(module.layers[0].self_attn.in_proj_bias, torch.zeros(12))
+    assert 0 < module.layers[0].self_attn.in_proj_weight.abs().max() <= (6 / 16) ** 0.5, "Xavier"
 
 
 def test_init_weights_of_a_module_around_has_the_last_word() -> None:
     module = made(GPT, ("",), layers=6)
     weights = torch.cat([block.mlp.c_fc.weight.flatten() for block in module.transformer.h])
-    assert float(weights.std()) == pytest.approx(0.1, rel=0.05), "GPT._init_weights, not Linear.reset_parameters"
+    assert float(weights.detach().std()) == pytest.approx(0.1, rel=0.05), (
+        "GPT._init_weights, not Linear.reset_parameters"
+    )
     assert torch.equal(module.transformer.ln_f.weight, torch.ones(16))
     assert module.transformer.wte.weight is module.lm_head.weight, "tied parameters stay tied"
 

@@ -227,7 +227,7 @@ def test_a_parameter_read_as_a_number_is_needed_everywhere() -> None:
     net = Net()
 
     def step(x: Tensor) -> Tensor:
-        factor = float(net.scale * 2)
+        factor = float((net.scale * 2).detach())
         return net.head(net.embed(x) * factor).sum()
 
     trace = follow(net, step, inputs())
