@@ -276,7 +276,6 @@ def compute_table(settings: Compute) -> str:
     if any(abs(loss - reference) > 1e-4 * reference for loss in losses.values()):
         raise RuntimeError(f"the contestants do not do the same work; first losses: {losses}")
     medians = {name: statistics.median(values) for name, values in times.items()}
-    single = medians["one process"]
     stages, m = 2, settings.microbatches
     lines = [
         f"GPT, {settings.layers} layers of width {settings.width}, {settings.length} tokens, batch of "
@@ -291,7 +290,7 @@ def compute_table(settings: Compute) -> str:
     for name, label in labels.items():
         median, values = medians[name], times[name]
         to_hand, to_single = ratio(values, times["by hand"]), ratio(values, times["one process"])
-        bubble = "" if name == "one process" else f"{1 - single / (stages * median):.3f}"
+        bubble = "" if name == "one process" else f"{1 - 1 / (stages * to_single):.3f}"
         lines.append(
             f"| {label} | {median:.3f} | {min(values):.3f} | {max(values):.3f} | {to_hand:.3f} "
             f"| {to_single:.3f} | {bubble} |"

@@ -290,6 +290,24 @@ def test_tt1524_tt2252_tied_embedding_stays_equal() -> None:
     assert torch.equal(full["model.transformer.wte.weight"], head_0)
 
 
+def _from_meta(rank: int, world_size: int, layout: Any, name: str) -> Any:
+    with torch.device("meta"):
+        module = ZOO[name].build()
+    trainer = trainer_for(world_size, layout, max_steps=3)
+    torch.manual_seed(5)
+    trainer.fit(module, datamodule=Data(ZOO[name].batches(3, 8, torch.float64), 8))
+    return plain(trainer.callback_metrics), full_state(trainer)
+
+
+@pytest.mark.parametrize("name", ["gpt_tied", "hf_gpt2"])
+def test_tt2252_tied_embedding_from_meta_init(name: str) -> None:
+    """The same in every layout; as nothing random but the seed decides, one stage is the reference."""
+    expected = launch_ranks(_from_meta, 1, {"pipeline_parallel_size": 1, "microbatches": 4}, name)[0]
+    assert all(value.isfinite().all() for value in expected[1].values())
+    for got in launch_ranks(_from_meta, 2, PIPELINE, name):
+        assert_same(expected, got, tolerance=max(ZOO[name].tolerance, ZOO[name].loss_tolerance))
+
+
 class Configured(Classifier):
     """Makes its layers where Lightning wants big models to make them."""
 
@@ -782,24 +800,33 @@ def test_callback_that_reads_gradients() -> None:
     assert all(square > 0 for squares in many for square in squares)
 
 
-def _uninterrupted(rank: int, world_size: int) -> Any:
-    trainer = trainer_for(world_size, None, max_epochs=3)
-    trainer.fit(model(), loader(32), loader(16, seed=1))
+class Normalised(Classifier):
+    """With running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 16)) for _ in range(4)])
+
+
+def _uninterrupted(rank: int, world_size: int, layout: Any, kind: type[pl.LightningModule]) -> Any:
+    trainer = trainer_for(world_size, layout, max_epochs=3)
+    trainer.fit(model(kind), loader(32), loader(16, seed=1))
     return plain(trainer.callback_metrics), full_state(trainer)
 
 
-def _resumed(rank: int, world_size: int, layout: Any, folder: str) -> Any:
+def _resumed(rank: int, world_size: int, layout: Any, kind: type[pl.LightningModule], folder: str) -> Any:
     checkpoint = ModelCheckpoint(folder, monitor="val_loss", save_top_k=1, save_last=True)
     trainer = trainer_for(world_size, layout, max_epochs=2, callbacks=[checkpoint], enable_checkpointing=True)
-    trainer.fit(model(), loader(32), loader(16, seed=1))
+    trainer.fit(model(kind), loader(32), loader(16, seed=1))
     trainer = trainer_for(world_size, layout, max_epochs=3)
-    trainer.fit(Classifier(), loader(32), loader(16, seed=1), ckpt_path=checkpoint.last_model_path)
+    trainer.fit(kind(), loader(32), loader(16, seed=1), ckpt_path=checkpoint.last_model_path)
     return plain(trainer.callback_metrics), full_state(trainer)
 
 
-def test_torchgpipe35_resumed_is_uninterrupted(tmp_path: Path) -> None:
-    expected = launch_ranks(_uninterrupted, 1)[0]
-    for got in launch_ranks(_resumed, 2, PIPELINE, str(tmp_path)):
+@pytest.mark.parametrize("kind", [Classifier, Normalised])
+def test_torchgpipe35_resumed_is_uninterrupted(kind: type[pl.LightningModule], tmp_path: Path) -> None:
+    expected = launch_ranks(_uninterrupted, 2, PIPELINE, kind)[0]
+    for got in launch_ranks(_resumed, 2, PIPELINE, kind, str(tmp_path)):
         assert_same(expected, got)
 
 

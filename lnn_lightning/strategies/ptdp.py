@@ -25,7 +25,8 @@ from lnn_lightning.parallel.layout import DATA, PIPELINE
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine, PipelineSettings
 from lnn_lightning.parallel.pipeline.schedules import place
 from lnn_lightning.parallel.pipeline.table import layout_table
-from lnn_lightning.parallel.step.standin import convert_module, is_stand_in
+from lnn_lightning.parallel.step.batch import batch_size_of
+from lnn_lightning.parallel.step.standin import convert_module, has_stand_ins, is_stand_in
 from lnn_lightning.precision import MeshAgreement, loss_scale, mesh_precision
 from lnn_lightning.strategies.checkpoints import CheckpointHooks
 from lnn_lightning.strategies.data import DataHooks
@@ -162,6 +163,12 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
 
     def _prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> Any:
         """Makes the engine, cuts the module, and returns the batch it was traced with."""
+        if has_stand_ins(module):
+            raise StepError(
+                f"This {type(module).__name__} was already divided by another strategy. Use the Trainer that did, or "
+                f"load "
+                "`strategy.full_state_dict()` into a new one."
+            )
         agreement = MeshAgreement(
             (self.mesh.group(PIPELINE),),
             lambda parameter: self.engine.residence.counts_here(parameter),
@@ -177,7 +184,10 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
         kind = _STEPS[trainer.state.fn]  # type: ignore[index]
         plan = self._engine.prepare(kind, self._example_step(kind), batch, trainer.state.fn == TrainerFn.FITTING)
         self._driver = StepDriver(module, self._engine, observer, self.mesh, self.root_device)
-        rank_zero_info(layout_table(plan, self._engine.residence, self._settings.placement))
+        training = trainer.state.fn == TrainerFn.FITTING
+        parts = len(self._engine.split(batch, training))
+        table = layout_table(plan, self._engine.residence, self._settings.placement, batch_size_of(batch), parts)
+        rank_zero_info(table)
         return batch
 
     def _first_batch(self, trainer: pl.Trainer) -> Any:

@@ -25,7 +25,7 @@ from lnn_lightning.parallel.pipeline.schedules import Placement
 from lnn_lightning.parallel.pipeline.stage import WatchedStage
 from lnn_lightning.parallel.pipeline.weights import Weights, weigh
 from lnn_lightning.parallel.step.batch import batch_size_of, own_copy, split_batch
-from lnn_lightning.parallel.step.losses import Rescaled, counted_losses, whole_batch_losses
+from lnn_lightning.parallel.step.losses import counted_losses, whole_batch_losses
 from lnn_lightning.parallel.step.materialize import defer_meta_tensors
 from lnn_lightning.parallel.step.observer import StepObserver
 from lnn_lightning.parallel.step.plan import Plan
@@ -62,13 +62,11 @@ class StepResult:
         loss: loss of the whole batch; None but on the last stage's rank.
         outputs: what the step returned for each micro-batch, in order; empty but on the last stage's rank.
         weights: weight of each micro-batch in what it logs and returns.
-        losses: loss of each micro-batch as the step returned it; empty but in training on the last stage's rank.
     """
 
     loss: Tensor | None
     outputs: list[Any]
     weights: list[float]
-    losses: Sequence[Tensor] = ()
 
 
 class PipelineEngine:
@@ -124,13 +122,10 @@ class PipelineEngine:
         error: BaseException | None = None
         try:
             microbatch = self.split(batch, training)[0]
-            was_training = self.root.training
-            self.root.train(training)
-            with torch.set_grad_enabled(training):
+            with torch.set_grad_enabled(training), nullcontext() if training else evaluating(self.root):
                 trace = self.book.trace(step, microbatch)
             sizes = {name: parameter.numel() for name, parameter in self.root.named_parameters()}
             stage_of = partition(trace, sizes, self.placement.num_stages, self.settings.split_points)
-            self.root.train(was_training)
             decision = [(trace.names, stage_of)]
         except Exception as caught:  # noqa: BLE001 - told to all ranks below
             error = caught
@@ -156,6 +151,7 @@ class PipelineEngine:
         except Exception as caught:  # noqa: BLE001
             error = caught
         agree(error, world, comm_device)
+        self.residence.make_equal()
         with torch.set_grad_enabled(training):
             return Plan(trace, stage_of, self.book.cut(trace, stage_of), self.book.fake_mode, device)
 
@@ -164,7 +160,6 @@ class PipelineEngine:
         form: LossForm = "mean"
         whole = len(self.split(batch, training=True)) * self.mesh.size(DATA) == 1
         if self.is_last and not whole:
-            self.root.train()
             form = find_loss_form(self.book, self._runner, self.observer, step, batch)
         decision = [form]
         source = self.mesh.layout.rank_of(self.last_rank, 0, 0)
@@ -304,6 +299,18 @@ class PipelineEngine:
         return torch.device(self.mesh.device_mesh.device_type, torch.accelerator.current_device_index())
 
 
+@contextmanager
+def evaluating(root: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; each sub-module's own mode again behind it."""
+    modes = [(module, module.training) for module in root.modules()]
+    root.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 class _TrainStep:
     """The step in progress: micro-batches, their plans and weights, and what the last stage gave."""
 
@@ -318,7 +325,6 @@ class _TrainStep:
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self.counts: list[list[Tensor]] = []
-        self.rescaled: dict[int, list[Rescaled]] = {}
 
     def weigh(self) -> None:
         engine = self.engine
@@ -358,7 +364,7 @@ class _TrainStep:
 
     def _losses(self, index: int) -> Any:
         if self.weights.losses is not None:
-            return whole_batch_losses(self.weights.losses, self.rescaled.setdefault(index, []))
+            return whole_batch_losses(self.weights.losses)
         if self.plans[index].trace.tail_error is not None and len(self.parts) * self.engine.mesh.size(DATA) > 1:
             self.counts.append([])
             return counted_losses(self.counts[-1])
@@ -388,16 +394,5 @@ class _TrainStep:
                 f"be followed to count them beforehand ({self.plans[0].trace.tail_error}). Set `microbatches=1`."
             )
         losses = [self.losses[index] for index in range(count)]
-        total = sum(loss.double() + self._correction(index) for index, loss in enumerate(losses))
-        total = torch.as_tensor(total * self.weights.microbatch).to(losses[0].dtype)
-        shares = list(self.weights.shares or [1 / count] * count)
-        return StepResult(total, [self.outputs[i] for i in range(count)], shares, losses)
-
-    def _correction(self, index: int) -> Tensor | float:
-        """What a micro-batch's loss lacks to its part of the whole batch's, where mean losses were rescaled."""
-        factor = self.weights.microbatch * self.scale
-        return sum(
-            entry.gradient.double() / factor * (entry.whole - entry.value).double()
-            for entry in self.rescaled.get(index, [])
-            if entry.gradient is not None
-        )
+        total = torch.stack([loss.double() for loss in losses]).sum() * self.weights.microbatch
+        return StepResult(total.to(losses[0].dtype), [self.outputs[i] for i in range(count)], [1 / count] * count)

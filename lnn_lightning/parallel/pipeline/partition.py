@@ -120,7 +120,8 @@ def _balanced_bounds(trace: Trace, costs: list[float], num_stages: int) -> list[
         if any(call.region is not None for call in trace.calls):
             followed += "What runs inside one `torch.utils.checkpoint` cannot be divided: checkpoint each block. "
         raise StepError(
-            f"{followed}The step calls {count} units ({', '.join(dict.fromkeys(trace.names))}), too few for {num_stages} "
+            f"{followed}The step calls {count} units ({', '.join(dict.fromkeys(trace.names))}), too few for "
+            f"{num_stages} "
             f"pipeline "
             f"stages. Use at most {sum(free[1:]) + 1} stages (pipeline_parallel_size x stages_per_rank), or name finer "
             "cuts with `split_points`."

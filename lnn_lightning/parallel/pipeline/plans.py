@@ -19,7 +19,7 @@ from lnn_lightning.parallel.step.observer import StepObserver
 from lnn_lightning.parallel.step.plan import Plan
 from lnn_lightning.parallel.step.randomness import preserved_rng
 from lnn_lightning.parallel.step.shapes import ShapeRule
-from lnn_lightning.parallel.step.trace import Key, Trace, trace_step
+from lnn_lightning.parallel.step.trace import HIDDEN, Key, Trace, trace_step
 from lnn_lightning.parallel.step.tree import tree_tensors
 from lnn_lightning.parallel.step.units import Units, is_stateful
 
@@ -68,6 +68,7 @@ class PlanBook:
                 f"{writers[0]!r} writes into a list or dict that it is given: on another stage nobody would see it. "
                 "Return the value instead, or train without a pipeline (pipeline_parallel_size=1)."
             )
+        self._check_inner_hooks(trace)
         if trace.tail_error is None:
             return
         called = {call.group for call in trace.calls}
@@ -81,6 +82,20 @@ class PlanBook:
                     f"{trace.tail_error}). Move "
                     "the code that does into a block, or train without a pipeline (pipeline_parallel_size=1)."
                 ) from trace.tail_error
+
+    def _check_inner_hooks(self, trace: Trace) -> None:
+        """What hooks deep inside a unit collect would lack the units of other stages."""
+        read = trace.tail.union(*(call.needs for call in trace.calls))
+        for index, leaf in sorted(read):
+            unit = self.root.get_submodule(trace.calls[index].unit)
+            if leaf == HIDDEN and any(module._forward_hooks for module in unit.modules() if module is not unit):
+                raise StepError(
+                    f"A value that a forward hook inside of {trace.calls[index].unit!r} collects (attention weights "
+                    f"or router "
+                    "logits, say) is used outside of it: the hooks of blocks on other stages do not run here. Switch "
+                    "it "
+                    "off (`output_attentions=False`, ...), or train without a pipeline (pipeline_parallel_size=1)."
+                )
 
     def decide(self, kind: str, names: tuple[str, ...], stage_of: Sequence[int], ownership: Ownership) -> None:
         """Fixes where the calls of a kind of step run and where the units live."""

@@ -43,10 +43,7 @@ class Residence:
         return self._rank in self.ranks_of(name)
 
     def settle(self, seed: int | None) -> None:
-        """Drops what lives elsewhere, makes deferred tensors real (given a seed), and makes copies equal.
-
-        Collective over all ranks.
-        """
+        """Drops what lives elsewhere and makes deferred tensors real (given a seed)."""
         replace_tensors(self.root, lambda name, t: t if self.lives_here(name) or is_stand_in(t) else stand_in_for(t))
         if seed is not None:
             materialize(self.root, self.lives_here, seed)
@@ -54,11 +51,13 @@ class Residence:
             module = self.root.get_submodule(name)
             if any(is_stand_in(t) for t in [*module._parameters.values(), *module._buffers.values()]):
                 self._guards.append(module.register_forward_pre_hook(self._guard(name)))
-        self.mesh.pipeline_subgroups(self.ranks_of(name) for name, _ in named_tensors(self.root))
-        self._make_equal()
 
-    def _make_equal(self) -> None:
-        """Copies of a tensor start from those of the first data rank and the first stage that has it."""
+    def make_equal(self) -> None:
+        """Copies of a tensor start from those of the first data rank and the first stage that has it.
+
+        Collective over all ranks.
+        """
+        self.mesh.pipeline_subgroups(self.ranks_of(name) for name, _ in named_tensors(self.root))
         data_group = self.mesh.group(DATA)
         device = self.mesh.device_mesh.device_type
         for name, tensor in named_tensors(self.root):

@@ -8,8 +8,18 @@ from lnn_lightning.parallel.pipeline.schedules import Placement
 from lnn_lightning.parallel.step.plan import Plan
 
 
-def layout_table(plan: Plan, residence: Residence, placement: Placement) -> str:
-    """One line a stage: rank, units, parameters, and the values sent to the next stage for one micro-batch."""
+def layout_table(
+    plan: Plan, residence: Residence, placement: Placement, batch_size: int | None = None, microbatches: int = 1
+) -> str:
+    """One line a stage: rank, units, parameters, and the values sent to the next stage for one micro-batch.
+
+    Args:
+        plan: the cut step.
+        residence: knows the parameters of the stages.
+        placement: schedule and ranks.
+        batch_size: samples of the batch that was traced.
+        microbatches: parts it is cut into.
+    """
     sizes = {name: parameter.numel() for name, parameter in residence.root.named_parameters()}
     total_flops = sum(call.flops for call in plan.trace.calls) or 1
     rows = [("stage", "rank", "units", "parameters", "work", "sends")]
@@ -26,6 +36,8 @@ def layout_table(plan: Plan, residence: Residence, placement: Placement) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     title = f"Pipeline layout: schedule {placement.name}, {plan.num_stages} stage(s) on {placement.ranks} rank(s)"
+    if batch_size is not None:
+        title += f"; a batch of {batch_size} samples in {microbatches} micro-batch(es) of {batch_size // microbatches}"
     note = [f"on several stages, gradients summed: {', '.join(shared)}"] if shared else []
     return "\n".join([title, *lines, *note])
 

@@ -27,12 +27,10 @@ class Weights:
         microbatch: weight of one micro-batch's loss. They add up to one, times the batch's share where data ranks have
             batches of different sizes; for a loss that is a sum they undo the averaging over data ranks.
         losses: what the sum of each mean loss over a micro-batch is multiplied with; None: means are right as they are.
-        shares: weight of each micro-batch in what the step logs and returns; None: equal.
     """
 
     microbatch: float
     losses: tuple[float, ...] | None = None
-    shares: tuple[float, ...] | None = None
 
 
 def weigh(
@@ -76,9 +74,7 @@ def weigh(
         whole = _summed(whole, data_group, device)
     if bool((counts * count * ranks == whole).all()):
         return Weights(weight)
-    factors = tuple((ranks / (whole * weight)).tolist())
-    shares = (counts[:, 0] / counts[:, 0].sum()).tolist() if len(factors) == 1 else [1 / count] * count
-    return Weights(weight, factors, tuple(shares))
+    return Weights(weight, tuple((ranks / (whole * weight)).tolist()))
 
 
 def _may_ignore(calls: Sequence[LossCall], batch: Any) -> bool:
@@ -93,7 +89,8 @@ def _may_ignore(calls: Sequence[LossCall], batch: Any) -> bool:
         if call.inside and (holds or call.weighted):
             raise StepError(
                 f"A block computes a mean loss itself, with class weights or ignored targets ({call.ignore_index}): "
-                "its mean over a micro-batch is not the whole batch's. Compute the loss outside of the block (in training_step "
+                "its mean over a micro-batch is not the whole batch's. Compute the loss outside of the block (in "
+                "training_step "
                 "or the model's forward), or set `microbatches=1`."
             )
         if not call.inside and (holds or call.weighted or call.batch_leaf is None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,25 +16,54 @@ from lnn_lightning.parallel.step.tree import children_of, tree_leaves, tree_map,
 def batch_size_of(batch: Any) -> int | None:
     """Number of samples, or None where no batch dimension can be found.
 
-    It is the first dimension that all tensors share; else, in a batch made of equally long lists of samples, their
-    length; else the most common first dimension.
+    In a batch made of equally long lists of tensors of different shapes it is the length of these. Otherwise it is the
+    most common of the first dimensions of tensors and the lengths of lists of other things (strings, one dict a
+    sample).
     """
-    sizes = [tensor.shape[0] for tensor in tree_tensors(batch) if tensor.dim() > 0]
-    entries = children_of(batch)
-    lists = entries[0] if entries and entries[0] and all(isinstance(entry, list) for entry in entries[0]) else []
-    if len({len(entry) for entry in lists}) == 1 and any(map(_differ, lists)):
-        return len(lists[0])
-    if sizes and len(set(sizes)) == 1:
-        return sizes[0]
-    if len({len(entry) for entry in lists}) == 1:
-        return len(lists[0])
+    columns = _columns(batch)
+    if any(map(_differ, columns)):
+        return len(columns[0])
+    sizes = list(_sizes(batch))
+    if any(size != 1 for size in sizes):
+        sizes = [size for size in sizes if size != 1]  # those are there to be broadcast
+    if len(set(sizes)) > 1 and columns:
+        return len(columns[0])
     return Counter(sizes).most_common(1)[0][0] if sizes else None
 
 
-def _differ(entries: list[Any]) -> bool:
+def _columns(batch: Any) -> list[Any]:
+    """The entries of a batch, if they are equally long lists or tuples."""
+    entries = children_of(batch)
+    columns = entries[0] if entries is not None else []
+    if not columns or not all(type(column) in (list, tuple) for column in columns):
+        return []
+    return list(columns) if len({len(column) for column in columns}) == 1 else []
+
+
+def _differ(entries: Any) -> bool:
     """Whether a list holds samples: tensors of different shapes, or scalars."""
     shapes = [tuple(tensor.shape) for tensor in entries if isinstance(tensor, Tensor)]
     return len(set(shapes)) > 1 or () in shapes
+
+
+def _sizes(tree: Any) -> Iterator[int]:
+    if isinstance(tree, Tensor):
+        if tree.dim() > 0:
+            yield tree.shape[0]
+        return
+    if isinstance(tree, (list, tuple)) and _holds_samples(tree):
+        yield len(tree)
+        return
+    found = children_of(tree)
+    for child in found[0] if found is not None else ():
+        yield from _sizes(child)
+
+
+def _holds_samples(entries: Any) -> bool:
+    """Whether a list has an entry a sample: none of them is a tensor or a list of them."""
+    if hasattr(entries, "_fields") or not entries:
+        return False
+    return not any(isinstance(entry, (Tensor, list, tuple)) or entry is None for entry in entries)
 
 
 def microbatch_count(batch_size: int, wanted: int) -> int:
@@ -44,8 +74,8 @@ def microbatch_count(batch_size: int, wanted: int) -> int:
 def split_batch(batch: Any, count: int) -> list[Any]:
     """Cuts a batch into ``count`` micro-batches of equally many samples, in order.
 
-    Tensors are cut along their first dimension (views, no copies), lists with one entry a sample by entries; 0-d
-    tensors and other values are handed to every micro-batch.
+    Tensors are cut along their first dimension (views, no copies), lists with one entry a sample by entries; tensors
+    without or with a first dimension of one, and other values, are handed to every micro-batch.
 
     Raises:
         StepError: there is no batch dimension, or a tensor does not have it.
@@ -68,7 +98,7 @@ def split_batch(batch: Any, count: int) -> list[Any]:
 def cut_batch(tree: Any, size: int, start: int, stop: int) -> Any:
     """Samples ``start`` to ``stop`` of a batch of ``size``."""
     if isinstance(tree, Tensor):
-        if tree.dim() == 0:
+        if tree.dim() == 0 or (tree.shape[0] == 1 and size > 1):
             return tree
         if tree.shape[0] != size:
             raise StepError(
@@ -89,7 +119,7 @@ def cut_batch(tree: Any, size: int, start: int, stop: int) -> Any:
 def _is_one_entry_a_sample(entries: list[Any] | tuple[Any, ...], size: int) -> bool:
     if len(entries) != size or hasattr(entries, "_fields"):
         return False
-    return any(
+    return _holds_samples(entries) or any(
         not tensors or any(tensor.dim() == 0 or tensor.shape[0] != size for tensor in tensors)
         for tensors in map(tree_tensors, entries)
     )

@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from lnn_lightning.parallel.step.standin import is_stand_in
 
+_HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 _INTERNAL = {*vars(nn.Module()), "forward", "_call_impl", "_compiled_call_impl"}
 
 
@@ -20,6 +22,7 @@ _INTERNAL = {*vars(nn.Module()), "forward", "_call_impl", "_compiled_call_impl"}
 def nothing_left_behind(root: nn.Module) -> Iterator[None]:
     """Puts back attributes and buffers of all sub-modules, and empties function caches that were filled, on exit."""
     attributes = [(module, _attributes(module)) for module in root.modules()]
+    hooks = [(getattr(module, name), getattr(module, name).copy()) for module in root.modules() for name in _HOOKS]
     buffers = [(module, dict(module._buffers)) for module in root.modules() if module._buffers]
     values = {
         id(tensor): (tensor, tensor._version, tensor.clone())
@@ -33,6 +36,10 @@ def nothing_left_behind(root: nn.Module) -> Iterator[None]:
     finally:
         for module, before in attributes:
             _restore_attributes(module, before)
+        for registered, kept in hooks:  # libraries put some on at the first call, and remember that they did
+            if len(registered) != len(kept):
+                registered.clear()
+                registered.update(kept)
         for module, store in buffers:
             module._buffers.clear()
             module._buffers.update(store)
@@ -67,11 +74,25 @@ def _restore_attributes(module: nn.Module, before: dict[str, tuple[Any, Any]]) -
 
 
 def _function_caches(root: nn.Module) -> set[Any]:
-    """``functools.lru_cache`` functions of the classes of the modules, and of the Python modules these are written in."""
-    classes = {
-        base for module in root.modules() for base in type(module).__mro__ if not base.__module__.startswith("torch.")
-    }
-    spaces: list[Any] = [vars(kind) for kind in classes]
-    spaces += [vars(sys.modules[name]) for name in {kind.__module__ for kind in classes} if name in sys.modules]
-    kind = functools._lru_cache_wrapper
-    return {value for space in spaces for value in list(space.values()) if isinstance(value, kind)}
+    """``functools.lru_cache`` functions in the classes of the modules and the Python modules these are written in."""
+    bases = {base for module in root.modules() for base in type(module).__mro__}
+    classes = [base for base in bases if not base.__module__.startswith("torch.")]
+    spaces: list[Any] = [vars(base) for base in classes]
+    spaces += [vars(sys.modules[name]) for name in {base.__module__ for base in classes} if name in sys.modules]
+    found: set[Any] = set()
+    for space in spaces:
+        for entry in list(space.values()):
+            value = getattr(entry, "__func__", entry)  # of static and class methods
+            cells = getattr(value, "__closure__", None) if isinstance(value, FunctionType) else None
+            found |= {cell.cell_contents for cell in cells or () if _is_cache(cell)}
+            if isinstance(value, functools._lru_cache_wrapper):
+                found.add(value)
+    return found
+
+
+def _is_cache(cell: CellType) -> bool:
+    """Whether a decorated function keeps a cache in its closure."""
+    try:
+        return isinstance(cell.cell_contents, functools._lru_cache_wrapper)
+    except ValueError:  # an empty cell
+        return False

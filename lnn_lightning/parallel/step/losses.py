@@ -2,8 +2,8 @@
 
 A mean over the valid targets of a batch is not the mean of the means of its parts. The targets follow from the batch
 alone, so a run of the step with every unit absent reaches the loss with real targets and counts them before the
-schedule starts. Where the parts differ, the loss keeps its value for the step to see, and gets the gradient of the sum
-over this part divided by the valid targets of the whole batch.
+schedule starts. Where the parts differ, the loss is evaluated as a sum over this part divided by the valid targets of
+the whole batch: right for every step whose loss is an affine function of it, whatever its coefficients.
 """
 
 from __future__ import annotations
@@ -83,44 +83,15 @@ def counted_losses(counts: list[Tensor]) -> Iterator[None]:
         yield
 
 
-@dataclass
-class Rescaled:
-    """A mean loss whose gradient was rescaled.
-
-    Attributes:
-        value: the loss as the step saw it.
-        whole: its part of the loss of the whole batch.
-        gradient: derivative of the step's loss by it, once the backward has run.
-    """
-
-    value: Tensor
-    whole: Tensor
-    gradient: Tensor | None = None
-
-
 @contextmanager
-def whole_batch_losses(factors: Sequence[float], rescaled: list[Rescaled] | None = None) -> Iterator[None]:
-    """Gives the n-th mean loss the gradient of its sum times ``factors[n]``.
-
-    Args:
-        factors: one for each mean loss.
-        rescaled: is appended to, so that the value can be corrected too; None: the value is rescaled at once.
-    """
+def whole_batch_losses(factors: Sequence[float]) -> Iterator[None]:
+    """Evaluates the n-th mean loss as its sum times ``factors[n]``."""
     remaining = iter(factors)
 
     def scale(func: Any, given: dict[str, Any]) -> Any:
         if given["target"].dtype.is_floating_point:
             return func(**given)
-        whole = func(**{**given, "reduction": "sum"}) * next(remaining)
-        if rescaled is None:
-            return whole
-        seen = func(**given).detach().nan_to_num(0.0)  # the mean of no target at all is NaN
-        entry = Rescaled(seen, whole.detach())
-        rescaled.append(entry)
-        value = whole - whole.detach() + seen
-        if value.requires_grad:
-            value.register_hook(lambda gradient: setattr(entry, "gradient", gradient.detach()))
-        return value
+        return func(**{**given, "reduction": "sum"}) * next(remaining)
 
     with _Intercept(scale):
         yield

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lnn_lightning.parallel.errors import AbsentValueError, StepError
 from lnn_lightning.parallel.step.glue import GlueMode, glue_mode
+from lnn_lightning.parallel.step.hooks import hooks_set_aside, run_hooks, runs_hooks
 from lnn_lightning.parallel.step.patching import patched_calls
 from lnn_lightning.parallel.step.plan import Plan
 from lnn_lightning.parallel.step.randomness import reseed, seed_of
@@ -43,20 +44,25 @@ class _Run:
         self.inside = False
         self.glue: GlueMode | None = None
 
-    def enter(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def enter(self, name: str, unit: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         call = self._next(name)
+        hooked = runs_hooks(unit, original)
         if self.stage == ALL_ABSENT or self.plan.stage_of[call.index] != self.stage:
-            return self.plan.answer(call, args, kwargs, self.values)
+            out = self.plan.answer(call, args, kwargs, self.values)
+            return run_hooks(unit, args, kwargs, out, absent=True) if hooked else out
         self._check_present(call, args, kwargs)
         if call.random:
             reseed(seed_of(self.seed, call.index), self.plan.device)
         self.inside = True
         try:
             with self.glue.suspended() if self.glue is not None else nullcontext():
-                out = original(*args, **kwargs)
+                with hooks_set_aside(unit) if hooked else nullcontext():
+                    out = original(*args, **kwargs)
         finally:
             self.inside = False
         self._keep(call, out)
+        if hooked:
+            out = run_hooks(unit, args, kwargs, out, absent=False)
         if call.index == self.last:
             raise _StageDone
         return out
@@ -149,7 +155,7 @@ class StepRunner:
     def _enter(self, name: str, unit: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._run is None or self._run.inside:
             return original(*args, **kwargs)
-        return self._run.enter(name, original, args, kwargs)
+        return self._run.enter(name, unit, original, args, kwargs)
 
     def run_stage(
         self, plan: Plan, stage: int, received: Sequence[Tensor], step: Callable[[], Any], seed: int

@@ -8,6 +8,7 @@ storage which unit outputs, and which parameters used by the glue, it derives fr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.glue import masks_as_indices
+from lnn_lightning.parallel.step.hooks import hooks_set_aside, run_hooks, runs_hooks
 from lnn_lightning.parallel.step.interception import CheckpointRegions
 from lnn_lightning.parallel.step.leftovers import nothing_left_behind
 from lnn_lightning.parallel.step.losses import LossCall, watch_losses
@@ -255,7 +257,8 @@ class _Recorder:
             return original(*args, **kwargs)
         if self.regions.current is not None and self.trains and not torch.is_grad_enabled():
             raise StepError(
-                f"{name!r} is called inside of `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`, whose values "
+                f"{name!r} is called inside of `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`, whose "
+                f"values "
                 "have no graph to send gradients through. Use `use_reentrant=False`."
             )
         call = Call(len(self.calls), name, self.groups[name], region=self.regions.current)
@@ -267,7 +270,9 @@ class _Recorder:
             fakes = [self._fake(leaf) for leaf in leaves]
             inside = _Inside(tracker, {_address(leaf) for leaf in fakes if isinstance(leaf, Tensor)})
             given = unflatten(fakes)
-            out = self._run(name, unit, original, fakes, given, unflatten, inside)
+            hooked = runs_hooks(unit, original)
+            with hooks_set_aside(unit) if hooked else nullcontext():
+                out = self._run(name, unit, original, fakes, given, unflatten, inside)
             now = tree_leaves(given)
             call.writes = len(now) != len(fakes) or any(new is not old for new, old in zip(now, fakes, strict=True))
         finally:
@@ -283,7 +288,7 @@ class _Recorder:
             tracker.alive.append(storage)
         result = self._note_outputs(call, out, leaves, fakes, changed)
         tracker.since_last_call = set()
-        return result
+        return run_hooks(unit, args, kwargs, result, absent=True) if hooked else result
 
     def _run(
         self,

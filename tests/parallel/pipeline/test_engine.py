@@ -122,7 +122,9 @@ def build(**options: Any) -> Net:
     return Net(**options).double()
 
 
-def train(rank: int, world_size: int, setup: Setup, data: list[list[Any]]) -> tuple[list[float | None], dict[str, Tensor]]:
+def train(
+    rank: int, world_size: int, setup: Setup, data: list[list[Any]]
+) -> tuple[list[float | None], dict[str, Tensor]]:
     """Trains on `data[data rank]`; the losses (on the last stage's rank) and the whole state."""
     net = build(**setup.net)
     user_step = STEPS[setup.step]
@@ -258,9 +260,7 @@ def _gradients(rank: int, world_size: int, pipeline: int) -> Any:
     found = {}
 
     def gradients() -> dict[str, Tensor]:
-        return {
-            names[id(p)]: p.grad.clone() for p in engine.residence.parameters() if p.grad is not None
-        }
+        return {names[id(p)]: p.grad.clone() for p in engine.residence.parameters() if p.grad is not None}
 
     result = engine.train_step("step", step, own[0], CPU, 1.0, sync=True)
     found["once"] = gradients()

@@ -54,7 +54,9 @@ def form(step: Callable[[Any, Any], Any], data: Any = None, **options: Any) -> s
     runner = StepRunner(net, {name: net.get_submodule(name) for name in book.groups})
     before = {name: value.clone() for name, value in net.state_dict().items()}
     state = torch.get_rng_state()
-    found = find_loss_form(book, runner, StepObserver(), lambda part: step(net, part), batch() if data is None else data)
+    found = find_loss_form(
+        book, runner, StepObserver(), lambda part: step(net, part), batch() if data is None else data
+    )
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert all("_call_impl" not in vars(module) for module in net.modules())
