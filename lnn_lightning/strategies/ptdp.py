@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lnn_lightning.parallel.errors import LayoutError, StepError
 from lnn_lightning.parallel.exchange import agree
-from lnn_lightning.parallel.layout import DATA, PIPELINE
+from lnn_lightning.parallel.layout import DATA, PIPELINE, Layout
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine, PipelineSettings
 from lnn_lightning.parallel.pipeline.schedules import place
 from lnn_lightning.parallel.pipeline.table import layout_table
@@ -108,6 +108,7 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
             timeout=timeout,
             **parallel_strategy_arguments,
         )
+        Layout(pipeline_parallel_size, 1 if data_parallel_size == "auto" else data_parallel_size, tensor_parallel_size)
         if tensor_parallel_size != 1:
             raise LayoutError(
                 f"`tensor_parallel_size={tensor_parallel_size}` is not available yet; use 1, and "
@@ -238,16 +239,31 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
                 f"meet "
                 "blocks on different stages at different times. Use one optimizer with several parameter groups."
             )
-        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
-        self._group_names = []
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, LBFGS):
-                raise StepError(
-                    "LBFGS needs all parameters in one place; use an optimizer that updates each by itself."
-                )
-            groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-            self._group_names.append(groups)
-            _keep_own_parameters(optimizer)
+        self._group_names = [[] for _ in self.optimizers]
+        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
+            raise StepError("LBFGS needs all parameters in one place; use an optimizer that updates each by itself.")
+        self._keep_own_parameters()
+
+    def _keep_own_parameters(self) -> None:
+        """Takes what lives elsewhere out of the optimizers' new groups, which stay, also when they become empty."""
+        assert self.lightning_module is not None
+        for optimizer, known in zip(self.optimizers, self._group_names, strict=True):
+            if len(optimizer.param_groups) == len(known):
+                continue
+            names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+            for group in optimizer.param_groups[len(known) :]:
+                known.append([names.get(id(parameter), "") for parameter in group["params"]])
+                group["params"] = [parameter for parameter in group["params"] if not is_stand_in(parameter)]
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._keep_own_parameters()  # a callback may have added groups
+        return super().optimizer_step(*args, **kwargs)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._keep_own_parameters()
+        return super().optimizer_state(optimizer)
 
     # ---------------------------------------------------------------- steps
 
@@ -322,19 +338,11 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
 
     @override
     def teardown(self) -> None:
-        if self.lightning_module is not None:
-            convert_module(self.lightning_module, device=torch.device("cpu"))
+        if self._engine is not None and self._engine.root is self.lightning_module:
+            convert_module(self._engine.root, device=torch.device("cpu"))
         super().teardown()
 
 
 def _call(module: Any, kind: str, context: Any, arguments: tuple[Any, ...], batch: Any) -> Any:
     with context():
         return getattr(module, kind)(batch, *arguments)
-
-
-def _keep_own_parameters(optimizer: Optimizer) -> None:
-    """Takes what lives elsewhere out of the optimizer; groups stay, also when they become empty."""
-    for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if not is_stand_in(parameter)]
-    for parameter in [p for p in optimizer.state if is_stand_in(p)]:
-        del optimizer.state[parameter]

@@ -184,11 +184,24 @@ class StepDriver:
             sizes = [len_of // len(result.weights)] * len(result.weights) if (len_of := batch_size_of(batch)) else None
             payload = {
                 "loss": result.loss,
-                "logs": merge(self.observer.recorder.take(), result.weights),
+                "logs": self._logs(result),
                 "outputs": merge_outputs(result.outputs, result.weights, sizes),
                 "effects": self.observer.effects.merged(result.weights, sizes),
             }
         return self._channel.broadcast(payload, source=self.engine.last_rank)
+
+    def _logs(self, result: StepResult) -> list[dict[str, Any]]:
+        """What the micro-batches logged, merged; where that was their loss (it may be a sum), the whole batch's."""
+        entries = self.observer.recorder.take()
+        merged = merge(entries, result.weights)
+        for log in merged if result.loss is not None else ():
+            values = [entry.value for entry in entries if entry.name == log["name"]]
+            if len(values) == len(result.losses) and all(
+                isinstance(value, Tensor) and value.shape == loss.shape and bool(value == loss)
+                for value, loss in zip(values, result.losses, strict=True)
+            ):
+                log["value"] = result.loss
+        return merged
 
     def _tell(self, shared: dict[str, Any]) -> None:
         self.observer.effects.apply(shared["effects"])

@@ -133,7 +133,7 @@ def assert_same_state(got: dict[str, Tensor], expected: dict[str, Tensor], toler
 
 
 def one_and_many(fn: Callable[..., Any], *args: Any, layout: dict[str, Any] = PIPELINE) -> tuple[Any, list[Any]]:
-    """`fn(rank, world_size, layout, *args)` on one process with Lightning's own strategy, and on two under the layout."""
+    """`fn(rank, world_size, layout, *args)` with Lightning's own strategy on one process, and on two."""
     return launch_ranks(fn, 1, None, *args)[0], launch_ranks(fn, 2, layout, *args)
 
 
@@ -141,7 +141,13 @@ def one_and_many(fn: Callable[..., Any], *args: Any, layout: dict[str, Any] = PI
 
 
 def _train(
-    rank: int, world_size: int, layout: dict[str, Any] | None, epochs: int, save: str, resume: str, options: dict[str, Any]
+    rank: int,
+    world_size: int,
+    layout: dict[str, Any] | None,
+    epochs: int,
+    save: str,
+    resume: str,
+    options: dict[str, Any],
 ) -> dict[str, Any]:
     """Trains up to an epoch, from a checkpoint if one is given, and saves one."""
     trainer = trainer_for(world_size, layout, max_epochs=epochs, **options)
@@ -181,7 +187,9 @@ def test_resumed_is_uninterrupted_bit_for_bit(layout: dict[str, Any], tmp_path: 
         assert second["note"] == {"rank that wrote": 0}
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [(PIPELINE, ONE), (ONE, PIPELINE), ({**PIPELINE, "schedule": "zbv"}, PIPELINE)])
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [(PIPELINE, ONE), (ONE, PIPELINE), ({**PIPELINE, "schedule": "zbv"}, PIPELINE)]
+)
 def test_resumed_under_another_layout(saved: dict[str, Any], resumed: dict[str, Any], tmp_path: Path) -> None:
     """The same micro-batches draw the same numbers, so the trajectory is the same."""
     path = str(tmp_path / "half.ckpt")
@@ -444,9 +452,7 @@ class Backbone(Model):
 def _finetunes(rank: int, world_size: int, layout: Any, folder: str) -> Any:
     callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01, train_bn=False)
     checkpoint = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
-    trainer = trainer_for(
-        world_size, layout, max_epochs=3, callbacks=[callback, checkpoint], enable_checkpointing=True
-    )
+    trainer = trainer_for(world_size, layout, max_epochs=3, callbacks=[callback, checkpoint], enable_checkpointing=True)
     module = model(Backbone)
     trainer.fit(module, loader(), loader(16, seed=1))
     return module.losses, full_state(trainer)
@@ -603,7 +609,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_both(where: int) -> None:
         assert len(set(held)) == 4, "and no other"
 
 
-# ------------------------------------------------------------------------------------------------ one process, predictions
+# ------------------------------------------------------------------------------------------------ predictions
 
 
 def _by_name(rank: int, world_size: int, layout: Any) -> Any:

@@ -29,7 +29,7 @@ from lnn_lightning.parallel.step.losses import counted_losses, whole_batch_losse
 from lnn_lightning.parallel.step.materialize import defer_meta_tensors
 from lnn_lightning.parallel.step.observer import StepObserver
 from lnn_lightning.parallel.step.plan import Plan
-from lnn_lightning.parallel.step.randomness import preserved_rng, seed_of
+from lnn_lightning.parallel.step.randomness import preserved_generators, preserved_rng, seed_of
 from lnn_lightning.parallel.step.run import StepRunner
 from lnn_lightning.parallel.step.units import find_units
 
@@ -62,11 +62,13 @@ class StepResult:
         loss: loss of the whole batch; None but on the last stage's rank.
         outputs: what the step returned for each micro-batch, in order; empty but on the last stage's rank.
         weights: weight of each micro-batch in what it logs and returns.
+        losses: loss of each micro-batch; empty but in training on the last stage's rank.
     """
 
     loss: Tensor | None
     outputs: list[Any]
     weights: list[float]
+    losses: Sequence[Tensor] = ()
 
 
 class PipelineEngine:
@@ -238,12 +240,17 @@ class PipelineEngine:
                     self.residence.parameters(stage),
                     device,
                     self.mesh.group(PIPELINE),
+                    self._during_backward,
                     self._before_last_backward,
                 )
                 for stage in self.stages
             ]
             self._schedules[count] = (self.placement.build(stages, count), stages)
         return self._schedules[count]
+
+    def _during_backward(self, stage: int, index: int) -> AbstractContextManager[None]:
+        assert self._current is not None
+        return self._runner.backward(self._current.plans[index], stage, self.seed_for(_TRAINING, index))
 
     def _before_last_backward(self, outputs: Any) -> None:
         if self._armable and self._replica is not None:
@@ -336,7 +343,7 @@ class _TrainStep:
     @contextmanager
     def _dry_run(self, index: int) -> Iterator[Callable[[], Any]]:
         engine = self.engine
-        with engine.observer.muted():
+        with engine.observer.muted(), preserved_generators(engine.root):
             with engine._runner.all_absent(self.plans[index], engine.seed_for(_TRAINING, index)):
                 yield lambda: self.step(self._part(index, copy=True))
 
@@ -395,4 +402,6 @@ class _TrainStep:
             )
         losses = [self.losses[index] for index in range(count)]
         total = torch.stack([loss.double() for loss in losses]).sum() * self.weights.microbatch
-        return StepResult(total.to(losses[0].dtype), [self.outputs[i] for i in range(count)], [1 / count] * count)
+        return StepResult(
+            total.to(losses[0].dtype), [self.outputs[i] for i in range(count)], [1 / count] * count, losses
+        )

@@ -17,7 +17,7 @@ from lnn_lightning.parallel.step.batch import own_copy, signature_of
 from lnn_lightning.parallel.step.interception import no_backward
 from lnn_lightning.parallel.step.observer import StepObserver
 from lnn_lightning.parallel.step.plan import Plan
-from lnn_lightning.parallel.step.randomness import preserved_rng
+from lnn_lightning.parallel.step.randomness import preserved_generators, preserved_rng
 from lnn_lightning.parallel.step.shapes import ShapeRule
 from lnn_lightning.parallel.step.trace import HIDDEN, Key, Trace, trace_step
 from lnn_lightning.parallel.step.tree import tree_tensors
@@ -46,11 +46,23 @@ class PlanBook:
         self._reference: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
 
     def trace(self, step: Callable[[Any], Any], batch: Any) -> Trace:
-        """Follows ``step(batch)``; leaves nothing behind."""
+        """Follows ``step(batch)``; leaves nothing behind. One stage needs not be followed: its trace may have no calls."""
+        try:
+            return self._trace(step, batch)
+        except Exception as error:
+            if self.num_stages > 1:
+                raise
+            return Trace([], tail_error=error)
+
+    def _trace(self, step: Callable[[Any], Any], batch: Any) -> Trace:
         device = next(iter([tensor.device for tensor in tree_tensors(batch)]), torch.device("cpu"))
         self.tracing = True
         try:
-            with preserved_rng(device), no_backward() if self.num_stages > 1 else nullcontext():
+            with (
+                preserved_rng(device),
+                preserved_generators(self.root),
+                no_backward() if self.num_stages > 1 else nullcontext(),
+            ):
                 trace = trace_step(
                     self.root, self.groups, step, own_copy(batch), self._observer.muted, self._rules, self.fake_mode
                 )

@@ -17,7 +17,7 @@ from lnn_lightning.parallel.step.batch import batch_size_of, cut_batch, own_copy
 from lnn_lightning.parallel.step.losses import counted_losses, whole_batch_losses
 from lnn_lightning.parallel.step.observer import StepObserver
 from lnn_lightning.parallel.step.plan import Plan
-from lnn_lightning.parallel.step.randomness import preserved_rng, reseed
+from lnn_lightning.parallel.step.randomness import preserved_generators, preserved_rng, reseed
 from lnn_lightning.parallel.step.run import StepRunner
 from lnn_lightning.parallel.step.trace import Key, TensorInfo, Trace
 
@@ -50,7 +50,8 @@ def find_loss_form(
             cut_batch(batch, size, 0, 2 * half),
         ]
         traces = [book.trace(step, part) for part in (parts[0], parts[2])]
-        with torch.no_grad(), observer.muted(), preserved_rng(torch.device("cpu")), runner.opened():
+        rng = preserved_rng(torch.device("cpu"))
+        with torch.no_grad(), observer.muted(), rng, preserved_generators(book.root), runner.opened():
             return _compare(book, runner, step, parts, traces)
     except Exception:  # noqa: BLE001 - a step that cannot run on made-up values says nothing about its loss
         return "unknown"

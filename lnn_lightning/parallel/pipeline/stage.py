@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class WatchedStage(PipelineStage):
         parameters: the stage's parameters.
         device: device of the values.
         group: ranks of the pipeline.
+        during_backward: ``during_backward(stage, micro_batch)`` makes a context for its backward.
         before_last_backward: called with the outputs before the last full backward of a step.
     """
 
@@ -60,8 +62,10 @@ class WatchedStage(PipelineStage):
         parameters: Sequence[nn.Parameter],
         device: torch.device,
         group: dist.ProcessGroup,
+        during_backward: Callable[[int, int], AbstractContextManager[None]],
         before_last_backward: Callable[[Any], None],
     ) -> None:
+        self._during_backward = during_backward
         self._before_last_backward = before_last_backward
         self._plans: Sequence[Plan] = [plan]
         super().__init__(
@@ -152,7 +156,13 @@ class WatchedStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         whole = full_backward or not self._can_split(bwd_chunk_id)
-        super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
+        try:
+            with self._during_backward(self.stage_index, bwd_chunk_id):
+                super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
+        except RuntimeError as error:  # as in the forward
+            if isinstance(error.__cause__, Exception):
+                raise error.__cause__ from None
+            raise
         self.bwd_cache[bwd_chunk_id] = tuple(
             gradient if gradient is None else gradient.contiguous() for gradient in self.bwd_cache[bwd_chunk_id]
         )
@@ -166,7 +176,8 @@ class WatchedStage(PipelineStage):
         if self.dw_runner.get(bwd_chunk_id) is _nothing:
             del self.dw_runner[bwd_chunk_id]
             return
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        with self._during_backward(self.stage_index, bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _can_split(self, chunk: int) -> bool:
         """Torch's split of input and weight backward is right for a chain of units only.

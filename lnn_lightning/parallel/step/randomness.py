@@ -12,9 +12,11 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def seed_of(*numbers: int) -> int:
@@ -60,3 +62,25 @@ def reseed(seed: int, device: torch.device) -> None:
 def is_random(func: Any) -> bool:
     """Whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@contextmanager
+def preserved_generators(root: nn.Module) -> Iterator[None]:
+    """Puts back generators that modules keep as attributes (torch's, numpy's, Python's) on exit."""
+    numpy = sys.modules.get("numpy")
+    kept: list[tuple[Any, Any]] = []
+    for module in root.modules():
+        for value in vars(module).values():
+            if isinstance(value, random.Random):
+                kept.append((value.setstate, value.getstate()))
+            elif isinstance(value, torch.Generator):
+                kept.append((value.set_state, value.get_state()))
+            elif numpy is not None and isinstance(value, numpy.random.RandomState):
+                kept.append((value.set_state, value.get_state()))
+            elif numpy is not None and isinstance(value, numpy.random.Generator):
+                kept.append((partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
+    try:
+        yield
+    finally:
+        for put_back, state in kept:
+            put_back(state)

@@ -45,6 +45,9 @@ class _Run:
         self.glue: GlueMode | None = None
 
     def enter(self, name: str, unit: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.plan.num_stages == 1 and self._expected() != name:
+            self.inside = True  # one stage holds everything and may do as it likes from here on
+            return original(*args, **kwargs)
         call = self._next(name)
         hooked = runs_hooks(unit, original)
         if self.stage == ALL_ABSENT or self.plan.stage_of[call.index] != self.stage:
@@ -67,12 +70,15 @@ class _Run:
             raise _StageDone
         return out
 
+    def _expected(self) -> str:
+        calls = self.plan.trace.calls
+        return calls[self.count].unit if self.count < len(calls) else "the end of the step"
+
     def _next(self, name: str) -> Call:
         calls = self.plan.trace.calls
-        if self.count >= len(calls) or calls[self.count].unit != name:
-            expected = calls[self.count].unit if self.count < len(calls) else "the end of the step"
+        if self._expected() != name:
             raise StepError(
-                f"The order of calls in the step changed: call {self.count} was {expected!r} when the step was traced "
+                f"The order of calls in the step changed: call {self.count} was {self._expected()!r} when the step was traced "
                 f"and is {name!r} now (stage {self.stage}). A pipeline needs the same calls for every batch of one "
                 "shape: make layer drop, early exit and the like independent of chance and data."
             )
@@ -111,6 +117,8 @@ class StepRunner:
         self._units = units
         self._open = False
         self._run: _Run | None = None
+        self._again: dict[str, int] = {}
+        self._again_device = torch.device("cpu")
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -152,7 +160,26 @@ class StepRunner:
         finally:
             self._run = previous
 
+    @contextmanager
+    def backward(self, plan: Plan, stage: int, seed: int) -> Iterator[None]:
+        """Units that a checkpoint of glue code calls again inside draw the random numbers of their first call."""
+        calls = [call for call in plan.trace.calls if plan.stage_of[call.index] == stage and call.region is not None]
+        self._again = {call.unit: seed_of(seed, call.index) for call in calls if call.random}
+        self._again_device = plan.device
+        try:
+            yield
+        finally:
+            self._again = {}
+
     def _enter(self, name: str, unit: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._run is None and name in self._again:
+            again, seed = self._again, self._again[name]
+            self._again = {}  # units within this one belong to it
+            reseed(seed, self._again_device)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._again = again
         if self._run is None or self._run.inside:
             return original(*args, **kwargs)
         return self._run.enter(name, unit, original, args, kwargs)
@@ -191,7 +218,7 @@ class StepRunner:
         except _StageDone:
             pass
         else:
-            if run.count < len(plan.trace.calls):
+            if run.count < len(plan.trace.calls) and plan.num_stages > 1:
                 raise StepError(
                     f"The step ended after {run.count} unit calls; it made {len(plan.trace.calls)} when it was traced "
                     f"(next would be {plan.trace.calls[run.count].unit!r}). A pipeline needs the same calls for every "

@@ -21,15 +21,17 @@ class _StandIn:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if args and isinstance(args[0], _StandIn):
-            if name == "__get__" and getattr(func, "__self__", None) is Tensor.data:
-                return args[0]  # so that `p.data.clamp_()` is a write to a stand-in too
+        target = args[0] if args else kwargs.get("tensor")  # torch.nn.init names it
+        if isinstance(target, _StandIn):
+            if name == "detach" or (name == "__get__" and getattr(func, "__self__", None) is Tensor.data):
+                return target  # so that `p.data.clamp_()` is a write to a stand-in too
             writes = name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__iadd__", "__imul__")
             if writes and name not in _PASSED_ON:
-                return args[0]
+                return target
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self)] = copy = stand_in_for(self)  # type: ignore[arg-type]

@@ -122,8 +122,9 @@ class Trace:
 class _Tracker(TorchDispatchMode):
     """Keeps for each storage what it derives from; passive while a unit runs."""
 
-    def __init__(self, parameters: dict[int, str], batch_storages: dict[int, int]) -> None:
+    def __init__(self, parameters: dict[int, str], batch_storages: dict[int, int], regions: CheckpointRegions) -> None:
         super().__init__()
+        self.regions = regions
         self.parameters = parameters
         self.batch_storages = batch_storages
         self.mutates_batch = False
@@ -169,6 +170,11 @@ class _Tracker(TorchDispatchMode):
         self.masks |= indexed is not args
         out = func(*indexed, **kwargs)
         self.random |= is_random(func)
+        if is_random(func) and self.regions.current is not None:
+            raise StepError(
+                "The step draws random numbers (dropout, say) inside of `torch.utils.checkpoint` but outside of its "
+                "blocks: the recomputation would draw others. Checkpoint each block by itself."
+            )
         for argument in written:
             self.note_batch_write(argument)
         if dependencies:
@@ -214,6 +220,18 @@ class _Inside(TorchDispatchMode):
             if isinstance(leaf, FakeTensor) and (address := _address(leaf)) not in self.given:
                 self.made[address] = leaf.untyped_storage()
         return out
+
+
+def _numbers_in(leaves: list[Any]) -> list[Any]:
+    """Plain values in objects handed to a unit: their change would be lost on other stages."""
+    objects = [leaf for leaf in leaves if hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type))]
+    return [
+        (name, value)
+        for leaf in objects
+        if not callable(leaf)
+        for name, value in vars(leaf).items()
+        if isinstance(value, (bool, int, float, str))
+    ]
 
 
 def _address(tensor: Tensor) -> int:
@@ -269,12 +287,16 @@ class _Recorder:
         try:
             fakes = [self._fake(leaf) for leaf in leaves]
             inside = _Inside(tracker, {_address(leaf) for leaf in fakes if isinstance(leaf, Tensor)})
-            given = unflatten(fakes)
+            given, numbers = unflatten(fakes), _numbers_in(fakes)
             hooked = runs_hooks(unit, original)
             with hooks_set_aside(unit) if hooked else nullcontext():
                 out = self._run(name, unit, original, fakes, given, unflatten, inside)
             now = tree_leaves(given)
-            call.writes = len(now) != len(fakes) or any(new is not old for new, old in zip(now, fakes, strict=True))
+            call.writes = (
+                _numbers_in(fakes) != numbers
+                or len(now) != len(fakes)
+                or any(new is not old for new, old in zip(now, fakes, strict=True))
+            )
         finally:
             tracker.inside = False
         call.needs = frozenset(key for key in dependencies if isinstance(key, tuple))
@@ -390,8 +412,8 @@ def trace_step(
     batch_storages = {
         _address(leaf): index for index, leaf in enumerate(tree_leaves(batch)) if isinstance(leaf, Tensor)
     }
-    tracker = _Tracker({_address(p): name for name, p in root.named_parameters()}, batch_storages)
     regions = CheckpointRegions()
+    tracker = _Tracker({_address(p): name for name, p in root.named_parameters()}, batch_storages, regions)
     recorder = _Recorder(root, groups, tracker, fake_mode, rules, regions)
     logged: set[Dependency] = set()
     error: Exception | None = None

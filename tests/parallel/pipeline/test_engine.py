@@ -345,25 +345,31 @@ def test_dropout_does_not_depend_on_the_stages(
 
 
 def _dropout_states(rank: int, world_size: int) -> Any:
-    """Data ranks drop other units; the ranks' own random states neither matter nor change."""
+    """Losses of the micro-batches of two steps; whether the rank's own random state was left alone."""
     net = build(inside=0.3, between=0.3)
-    step = lambda part: mean_loss(net, part)  # noqa: E731
-    batch = batches([8])[0]
-    engine = make(Setup(pipeline=1, microbatches=2, net={"inside": 0.3}), net, batch, step)
+
+    def step(part: Any) -> dict[str, Tensor]:
+        loss = mean_loss(net, part)
+        return {"loss": loss, "own": loss.detach()}
+
+    x, y = batches([1])[0]
+    batch = (x.repeat(4, 1), y.repeat(4))
+    engine = make(Setup(pipeline=1, microbatches=4), net, batch, step)
     torch.manual_seed(rank)
     state = torch.get_rng_state()
-    first = engine.train_step("step", step, batch, CPU, 1.0, sync=True).losses
-    again = engine.train_step("step", step, batch, CPU, 1.0, sync=True).losses
-    return [float(loss) for loss in first], [float(loss) for loss in again], torch.equal(torch.get_rng_state(), state)
+    results = [engine.train_step("step", step, batch, CPU, 1.0, sync=True) for _ in range(2)]
+    losses = [float(output["own"]) for result in results for output in result.outputs]
+    return losses, torch.equal(torch.get_rng_state(), state)
 
 
 def test_every_micro_batch_of_every_step_and_data_rank_has_its_own_mask() -> None:
-    (a, b, same_a), (c, d, same_c) = run_ranks(_dropout_states, 2)
-    everything = [*a, *b, *c, *d]
+    """All of them see the same sample, so that only the masks differ."""
+    results = run_ranks(_dropout_states, 2)
+    everything = [loss for losses, _ in results for loss in losses]
+    assert len(everything) == 2 * 2 * 4
     assert len(set(everything)) == len(everything)
-    assert same_a
-    assert same_c
-    assert run_ranks(_dropout_states, 2)[0][:2] == (a, b), "and they are the same the next time"
+    assert all(same for _, same in results)
+    assert run_ranks(_dropout_states, 2) == results, "and they are the same the next time"
 
 
 # ------------------------------------------------------------------------------------------------ what lives where
@@ -429,7 +435,7 @@ def _unseeded(rank: int, world_size: int, pipeline: int, on_meta: bool) -> Any:
         net = Net(tied=True)
     step = lambda part: mean_loss(net, part)  # noqa: E731
     batch = (torch.ones(8, FEATURES), torch.zeros(8, dtype=torch.long))
-    engine = make(Setup(pipeline=pipeline), net, batch, step)
+    make(Setup(pipeline=pipeline), net, batch, step)
     return {name: p.detach().clone() for name, p in named_tensors(net) if not is_stand_in(p)}
 
 

@@ -130,21 +130,3 @@ def test_targets_that_are_not_here_cannot_be_counted() -> None:
         F.cross_entropy(logits, targets)
     assert float(counts[0]) == 4.0
     assert counts[1].isnan()
-
-
-def test_a_step_sees_the_value_it_expects() -> None:
-    """A loss the step looks at (a metric, a threshold) is its own mean; the gradient is the whole batch's."""
-    seen: list[Any] = []
-    x = LOGITS[:4].clone().requires_grad_()
-    with whole_batch_losses([0.01], seen):
-        loss = F.cross_entropy(x, TARGETS[:4])
-        nothing = F.cross_entropy
-    torch.testing.assert_close(loss.detach(), F.cross_entropy(LOGITS[:4], TARGETS[:4]))
-    loss.backward()
-    expected = LOGITS[:4].clone().requires_grad_()
-    (0.01 * F.cross_entropy(expected, TARGETS[:4], reduction="sum")).backward()
-    torch.testing.assert_close(x.grad, expected.grad)
-    assert nothing is F.cross_entropy
-    (entry,) = seen
-    torch.testing.assert_close(entry.whole, 0.01 * F.cross_entropy(LOGITS[:4], TARGETS[:4], reduction="sum"))
-    assert float(entry.gradient) == 1.0

@@ -91,6 +91,7 @@ def test_initialised_as_the_modules_do() -> None:
     assert torch.equal(module.norm.weight, torch.ones(4))
     assert torch.equal(module.batch.running_var, torch.ones(4))
     assert module.batch.num_batches_tracked == 0
+    assert all(type(buffer) is torch.Tensor for buffer in module.buffers()), "no parameter among the buffers"
     assert 0 < module.first.weight.abs().max() <= 0.5, "uniform within 1 / sqrt(4)"
     assert 0 < module.recurrent.bias_hh_l0.abs().max() <= 0.5
     assert all(parameter.is_leaf and parameter.requires_grad for parameter in module.parameters())
@@ -147,10 +148,11 @@ def test_what_nothing_initialises_is_refused_by_name(kind: Any, name: str) -> No
     made(kind, ("fc",))  # on another stage it is no concern
 
 
-def test_an_integer_buffer_that_nothing_initialises_is_refused() -> None:
-    """Positions that are all zero would be silently wrong."""
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_a_buffer_of_another_dtype_that_nothing_initialises_is_refused(dtype: torch.dtype) -> None:
+    """Positions that are all zero, a mask that lets nothing through: silently wrong."""
     with pytest.raises(StepError, match="positions"):
-        made(BareBuffer, ("",), dtype=torch.int64)
+        made(BareBuffer, ("",), dtype=dtype)
 
 
 class HalfBuilt(nn.Module):

@@ -41,7 +41,6 @@ def test_shape_without_memory(dtype: torch.dtype) -> None:
     assert standing.dtype == dtype
     assert standing.untyped_storage().nbytes() == tensor.element_size()
     assert is_stand_in(standing)
-    assert not isinstance(standing, nn.Parameter)
     assert not is_stand_in(tensor)
     assert not is_stand_in(None)
     if dtype.is_floating_point:
@@ -63,6 +62,7 @@ def test_replacing_keeps_names_and_ties() -> None:
     assert is_stand_in(model.head.weight)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in Model().named_parameters()]
     assert list(model.state_dict()) == list(Model().state_dict())
+    assert [name for name, _ in model.named_buffers()] == [name for name, _ in Model().named_buffers()]
     assert is_stand_in(model.norm.running_mean)
     assert is_stand_in(model.norm.num_batches_tracked)
     assert not is_stand_in(model.fc.weight)
@@ -85,6 +85,24 @@ def test_a_tied_tensor_is_asked_about_once() -> None:
 def test_a_use_by_mistake_shows() -> None:
     model = stand_in(Model(), "fc")
     assert model.fc(torch.ones(2, 64)).isnan().all()
+
+
+def test_writes_go_nowhere() -> None:
+    """Code that changes all parameters works on those that are here."""
+    model = stand_in(Model(), "fc")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5).add_(torch.ones_like(parameter))
+            parameter.data.clamp_(-1, 1)
+            parameter.detach().copy_(torch.zeros(parameter.shape))
+            parameter[...] = 2.0
+            parameter *= 2
+            nn.init.normal_(parameter)
+            nn.init.constant_(parameter, 3.0)
+    assert model.fc.weight.isnan().all()
+    assert is_stand_in(model.fc.weight)
+    assert model.fc.weight.untyped_storage().nbytes() == 4
+    assert torch.equal(model.embed.weight, torch.full((1000, 64), 3.0))
 
 
 def storage_bytes(module: nn.Module) -> int:
