@@ -280,7 +280,7 @@ class WithLBFGS(Model):
     [
         (TwoBackwards, ["`manual_backward`", "once", "Add up the losses"]),
         (NoBackward, ["`manual_backward`"]),
-        (TwoOptimizers, ["2 optimizers", "Use one optimizer with several parameter groups"]),
+        (TwoOptimizers, ["several optimizers", "Use one optimizer with several parameter groups"]),
         (WithLBFGS, ["LBFGS", "all parameters in one place"]),
     ],
 )

@@ -28,10 +28,20 @@ class _IdleOptimizer:
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing."""
 
+    def __iter__(self) -> Iterator[Any]:
+        raise StepError(SEVERAL_OPTIMIZERS)
+
     @contextmanager
     def toggle_model(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Does nothing."""
         yield
+
+
+SEVERAL_OPTIMIZERS = (
+    "Manual optimization with several optimizers cannot be pipelined: their steps would meet blocks on different "
+    "stages at "
+    "different times. Use one optimizer with several parameter groups."
+)
 
 
 class _NotYet:

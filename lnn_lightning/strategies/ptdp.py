@@ -31,7 +31,7 @@ from lnn_lightning.precision import MeshAgreement, loss_scale, mesh_precision
 from lnn_lightning.strategies.checkpoints import CheckpointHooks
 from lnn_lightning.strategies.data import DataHooks
 from lnn_lightning.strategies.effects import set_metric_group
-from lnn_lightning.strategies.manual import computing_step
+from lnn_lightning.strategies.manual import SEVERAL_OPTIMIZERS, computing_step
 from lnn_lightning.strategies.peek import peek_batch
 from lnn_lightning.strategies.steps import LightningObserver, StepDriver
 
@@ -234,11 +234,7 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization and len(self.optimizers) > 1:
-            raise StepError(
-                f"Manual optimization with {len(self.optimizers)} optimizers cannot be pipelined: their steps would "
-                f"meet "
-                "blocks on different stages at different times. Use one optimizer with several parameter groups."
-            )
+            raise StepError(SEVERAL_OPTIMIZERS)
         self._group_names = [[] for _ in self.optimizers]
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
             raise StepError("LBFGS needs all parameters in one place; use an optimizer that updates each by itself.")

@@ -46,7 +46,7 @@ class PlanBook:
         self._reference: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
 
     def trace(self, step: Callable[[Any], Any], batch: Any) -> Trace:
-        """Follows ``step(batch)``; leaves nothing behind. One stage needs not be followed: its trace may have no calls."""
+        """Follows ``step(batch)``; leaves nothing behind. On one stage that may fail: the trace has no calls then."""
         try:
             return self._trace(step, batch)
         except Exception as error:

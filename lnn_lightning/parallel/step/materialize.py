@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.randomness import preserved_rng, reseed, seed_of
-from lnn_lightning.parallel.step.standin import replace_tensors, stand_in_for
+from lnn_lightning.parallel.step.standin import StandInBuffer, replace_tensors, stand_in_for
 
 _META = "_lnn_from_meta"
 
@@ -43,14 +43,15 @@ def materialize(root: nn.Module, lives_here: Callable[[str], bool], seed: int) -
     Raises:
         StepError: a parameter is initialised by neither.
     """
-    made: dict[int, str] = {}
+    made: dict[int, int] = {}
 
     def decide(name: str, tensor: Tensor) -> Tensor:
         if not getattr(tensor, _META, False) or not lives_here(name):
             return tensor
-        real = torch.full(tensor.shape, _unset(tensor.dtype), dtype=tensor.dtype)
-        result = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
-        made[id(result)] = name
+        fill = float("nan") if tensor.dtype.is_floating_point else 0
+        real = torch.full(tensor.shape, fill, dtype=tensor.dtype)
+        result = real if isinstance(tensor, StandInBuffer) else nn.Parameter(real, tensor.requires_grad)
+        made[id(result)] = result._version
         return result
 
     replace_tensors(root, decide)
@@ -61,24 +62,14 @@ def materialize(root: nn.Module, lives_here: Callable[[str], bool], seed: int) -
                 reseed(seed_of(seed, *name.encode()), torch.device("cpu"))
                 _initialise(root, name, module)
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
-        if id(tensor) in made and _is_unset(tensor):
+        if id(tensor) not in made or tensor.numel() == 0:
+            continue
+        if tensor._version == made[id(tensor)] or (tensor.is_floating_point() and bool(tensor.isnan().any())):
             raise StepError(
                 f"{name!r} was built on the meta device and nothing initialises it: give its module a "
                 "`reset_parameters()` method, or a module around it an `_init_weights(module)` method, or build the "
                 "model without meta device."
             )
-
-
-def _unset(dtype: torch.dtype) -> float | int | bool:
-    if dtype.is_floating_point:
-        return float("nan")
-    return False if dtype is torch.bool else torch.iinfo(dtype).min
-
-
-def _is_unset(tensor: Tensor) -> bool:
-    if tensor.is_floating_point():
-        return bool(tensor.isnan().any())
-    return tensor.dtype is not torch.bool and tensor.numel() > 0 and bool((tensor == _unset(tensor.dtype)).all())
 
 
 def _initialise(root: nn.Module, name: str, module: nn.Module) -> None:

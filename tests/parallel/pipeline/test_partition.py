@@ -220,6 +220,24 @@ def test_a_hidden_value_over_every_cut_is_refused_by_name(reader: dict[str, Any]
     assert "Return the value from 'blocks.0'" in text
 
 
+def test_one_checkpoint_over_several_units_is_not_cut() -> None:
+    trace = chain([100] * 6)
+    for call in trace.calls[1:5]:
+        call.region = 0 if call.index < 4 else 1
+    assert bounds_of(partition(trace, sizes_of(trace, 0), 2)) == [4], "not in the middle of the first"
+    for call in trace.calls:
+        call.region = 0
+    with pytest.raises(StepError, match=r"inside one `torch.utils.checkpoint` cannot be divided.*at most 1 stages"):
+        partition(trace, sizes_of(trace, 0), 2)
+
+
+def test_a_step_that_could_not_be_followed_says_why() -> None:
+    trace = chain([100, 100])
+    trace.tail_error = ValueError("looks at data")
+    with pytest.raises(StepError, match=r"not be followed further than 'blocks.1' \(looks at data\)"):
+        partition(trace, sizes_of(trace, 0), 3)
+
+
 # ------------------------------------------------------------------------------------------------ split points
 
 

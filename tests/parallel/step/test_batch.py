@@ -84,6 +84,37 @@ def test_microbatch_count_is_the_largest_divisor_not_above() -> None:
             assert microbatch_count(size, wanted) == expected
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize("scalar", [False, True])
+def test_several_inputs_and_as_many_targets(kind: type, scalar: bool) -> None:
+    """Tensors of one batch differ in their other dimensions; some are scalars."""
+    inputs = kind([torch.zeros(8, 3), torch.zeros(8, 5)])
+    targets = kind([torch.zeros(8), torch.tensor(0.5) if scalar else torch.zeros(8, 2)])
+    for batch in ((inputs, targets), [inputs, targets], {"inputs": inputs, "targets": targets}, (inputs,)):
+        assert batch_size_of(batch) == 8
+    left, right = split_batch((inputs, targets), 2)
+    for part in (left, right):
+        assert [len(part), len(part[0]), len(part[1])] == [2, 2, 2]
+        assert part[0][1].shape == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        ((torch.zeros(1, 5), torch.zeros(4, 3)), 4),
+        ((torch.zeros(1, 5), torch.zeros(1, 5), torch.zeros(4, 3)), 4),
+        ((torch.zeros(1, 5), torch.zeros(1)), 1),
+        ((torch.zeros(0, 5), torch.zeros(0)), 0),
+    ],
+)
+def test_tensors_of_one_row_are_there_for_all(batch: Any, size: int) -> None:
+    assert batch_size_of(batch) == size
+    if size == 4:
+        for part in split_batch(batch, 2):
+            assert torch.equal(part[0], batch[0])
+            assert part[-1].shape == (2, 3)
+
+
 # ------------------------------------------------------------------------------------------------ cutting
 
 CONTAINERS: dict[str, tuple[Any, Callable[[Any], tuple[Tensor, Any]]]] = {
