@@ -71,6 +71,35 @@ def test_units_and_their_tensors_live_where_they_are_called() -> None:
     assert set(ownership.tensors) == {name for name, _ in [*net.named_parameters(), *net.named_buffers()]}
 
 
+class Averaged(nn.Module):
+    """A model and a copy of it that follows its weights and is never called."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        for name in (first, second):
+            part = nn.Module()
+            part.embed = nn.Linear(2, 2)
+            part.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(4)])
+            self.add_module(name, part)
+
+
+@pytest.mark.parametrize(("called", "names"), [("model", ("model", "ema")), ("student", ("teacher", "student"))])
+def test_a_copy_lives_with_its_original(called: str, names: tuple[str, str]) -> None:
+    net = Averaged(*names)
+    (copy,) = set(names) - {called}
+    trace = trace_of(net, [f"{called}.embed", *[f"{called}.layers.{i}" for i in range(4)]])
+    ownership = own(net, trace, (0, 0, 0, 1, 1), 2)
+    for unit, stage in [("embed", 0), ("layers.0", 0), ("layers.1", 0), ("layers.2", 1), ("layers.3", 1)]:
+        assert sorted(ownership.units[f"{called}.{unit}"]) == [stage]
+        assert sorted(ownership.units[f"{copy}.{unit}"]) == [stage], unit
+
+
+def test_units_before_the_first_called_one_are_on_the_first_stage() -> None:
+    net = Net()
+    ownership = own(net, trace_of(net, ["blocks.1", "blocks.2", "head"]), (0, 1, 1), 2)
+    assert [sorted(ownership.units[name]) for name in ("embed", "blocks.0", "blocks.3")] == [[0], [0], [1]]
+
+
 def test_a_tied_parameter_lives_on_both_stages_under_its_first_name() -> None:
     net = Net(tied=True)
     ownership = own(net, trace_of(net, UNITS), (0, 0, 0, 1, 1, 1), 2)

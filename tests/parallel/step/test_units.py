@@ -177,6 +177,46 @@ def test_a_module_with_two_names_is_one_unit() -> None:
     assert find_units(root).names == ("encoder_embed", "blocks.0", "blocks.1")
 
 
+def test_a_module_in_two_places_is_one_unit() -> None:
+    """T5's embedding: in the model, the encoder and the decoder."""
+    root = nn.Module()
+    root.encoder, root.decoder = nn.Module(), nn.Module()
+    root.encoder.embed = root.decoder.embed = nn.Embedding(4, 4)
+    root.encoder.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)])
+    root.decoder.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)])
+    assert find_units(root).names == (
+        *("encoder.embed", "encoder.blocks.0", "encoder.blocks.1"),
+        *("decoder.blocks.0", "decoder.blocks.1"),
+    )
+
+
+def test_a_wrapper_of_one_block_is_no_trunk() -> None:
+    root = nn.Module()
+    root.net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    assert find_units(root).names == ("net.0.0", "net.0.1"), "but what it holds is one"
+    root = nn.Module()
+    root.features = nn.Sequential(nn.Module())
+    root.features[0].first, root.features[0].second = nn.Linear(4, 4), nn.Linear(4, 4)
+    assert find_units(root).names == ("features",)
+
+
+def test_blocks_that_hold_lists_of_blocks_stay_whole() -> None:
+    """Experts within a block, also where the trunk is a list of lists."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(3)])
+
+    root = nn.Module()
+    root.layers = nn.ModuleList([Experts() for _ in range(3)])
+    assert find_units(root).names == ("layers.0", "layers.1", "layers.2")
+    root.layers = nn.ModuleList([nn.ModuleList([Experts(), Experts()]) for _ in range(2)])
+    units = find_units(root)
+    assert units.names == ("layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1")
+    assert set(units.trunks) == {"layers", "layers.0", "layers.1"}
+
+
 # ------------------------------------------------------------------------------------------------ split points
 
 
