@@ -33,7 +33,6 @@ class Replica:
             _Holder(self.parameters),
             process_group=group,
             find_unused_parameters=overlap,
-            broadcast_buffers=False,
             init_sync=False,
         )
         self._armed = False
