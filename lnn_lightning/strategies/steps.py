@@ -14,7 +14,8 @@ from typing_extensions import override
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.exchange import TreeChannel, check_same_batch
 from lnn_lightning.parallel.layout import DATA, PIPELINE, Mesh
-from lnn_lightning.parallel.pipeline.engine import PipelineEngine, StepResult
+from lnn_lightning.parallel.pipeline.engine import PipelineEngine
+from lnn_lightning.parallel.pipeline.train_step import StepResult
 from lnn_lightning.parallel.step.batch import batch_size_of
 from lnn_lightning.parallel.step.handover import GradientHandover
 from lnn_lightning.parallel.step.observer import StepObserver

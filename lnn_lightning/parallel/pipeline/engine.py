@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,18 +23,14 @@ from lnn_lightning.parallel.pipeline.probe import LossForm, find_loss_form
 from lnn_lightning.parallel.pipeline.residence import Residence
 from lnn_lightning.parallel.pipeline.schedules import Placement
 from lnn_lightning.parallel.pipeline.stage import WatchedStage
-from lnn_lightning.parallel.pipeline.weights import Weights, weigh
+from lnn_lightning.parallel.pipeline.train_step import EVALUATION, TRAINING, Step, StepResult, TrainStep
 from lnn_lightning.parallel.step.batch import batch_size_of, own_copy, split_batch
-from lnn_lightning.parallel.step.losses import counted_losses, whole_batch_losses
 from lnn_lightning.parallel.step.materialize import defer_meta_tensors
 from lnn_lightning.parallel.step.observer import StepObserver
 from lnn_lightning.parallel.step.plan import Plan
-from lnn_lightning.parallel.step.randomness import preserved_generators, preserved_rng, seed_of
+from lnn_lightning.parallel.step.randomness import preserved_rng, seed_of
 from lnn_lightning.parallel.step.run import StepRunner
 from lnn_lightning.parallel.step.units import find_units
-
-Step = Callable[[Any], Any]
-_TRAINING, _EVALUATION = 0, 1
 
 
 @dataclass(frozen=True)
@@ -52,23 +48,6 @@ class PipelineSettings:
     microbatches: int | str = "auto"
     evaluation_microbatches: int = 1
     split_points: Sequence[str] | None = None
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gave on this rank.
-
-    Attributes:
-        loss: loss of the whole batch; None but on the last stage's rank.
-        outputs: what the step returned for each micro-batch, in order; empty but on the last stage's rank.
-        weights: weight of each micro-batch in what it logs and returns.
-        losses: loss of each micro-batch; empty but in training on the last stage's rank.
-    """
-
-    loss: Tensor | None
-    outputs: list[Any]
-    weights: list[float]
-    losses: Sequence[Tensor] = ()
 
 
 class PipelineEngine:
@@ -97,10 +76,10 @@ class PipelineEngine:
         units = find_units(root, self.placement.num_stages, settings.split_points)
         self.book = PlanBook(root, units, self.placement.num_stages, observer)
         modules = {name: root.get_submodule(name) for name in self.book.groups}
-        self._runner = StepRunner(root, modules)
+        self.runner = StepRunner(root, modules)
         self._schedules: dict[int, tuple[Any, list[WatchedStage]]] = {}
         self._replica: Replica | None = None
-        self._current: _TrainStep | None = None
+        self._current: TrainStep | None = None
 
     @property
     def is_last(self) -> bool:
@@ -162,7 +141,7 @@ class PipelineEngine:
         form: LossForm = "mean"
         whole = len(self.split(batch, training=True)) * self.mesh.size(DATA) == 1
         if self.is_last and not whole:
-            form = find_loss_form(self.book, self._runner, self.observer, step, batch)
+            form = find_loss_form(self.book, self.runner, self.observer, step, batch)
         decision = [form]
         source = self.mesh.layout.rank_of(self.last_rank, 0, 0)
         dist.broadcast_object_list(decision, src=source, device=self._communication_device())
@@ -205,7 +184,7 @@ class PipelineEngine:
         Raises:
             StepError: the step cannot be run as planned.
         """
-        current = _TrainStep(self, kind, step, batch, device, scale)
+        current = TrainStep(self, kind, step, batch, device, scale)
         self._current = current
         if sync:
             self.setup_training()
@@ -214,7 +193,7 @@ class PipelineEngine:
         self._armable = sync and self.placement.num_stages == 1
         schedule, stages = self._schedule(current.plans, device)
         try:
-            with preserved_rng(device), self._runner.opened():
+            with preserved_rng(device), self.runner.opened():
                 current.weigh()
                 for stage in stages:
                     stage.load(current.plans)
@@ -226,7 +205,7 @@ class PipelineEngine:
             if self._replica is not None:
                 self._replica.finish()
             self.residence.sum_shared_gradients()
-        self.steps_done[_TRAINING] += 1
+        self.steps_done[TRAINING] += 1
         return current.result()
 
     def _schedule(self, plans: Sequence[Plan], device: torch.device) -> tuple[Any, list[WatchedStage]]:
@@ -250,7 +229,7 @@ class PipelineEngine:
 
     def _during_backward(self, stage: int, index: int) -> AbstractContextManager[None]:
         assert self._current is not None
-        return self._runner.backward(self._current.plans[index], stage, self.seed_for(_TRAINING, index))
+        return self.runner.backward(self._current.plans[index], stage, self.seed_for(TRAINING, index))
 
     def _before_last_backward(self, outputs: Any) -> None:
         if self._armable and self._replica is not None:
@@ -276,15 +255,15 @@ class PipelineEngine:
             last = stage == self.placement.num_stages - 1
             part = own_copy(parts[index]) if plans[index].trace.mutates_batch else parts[index]
             with self.observer.recording(index) if last else self.observer.passing(undo=self.is_last):
-                seed = self.seed_for(_EVALUATION, index)
-                sent, result = self._runner.run_stage(plans[index], stage, received, lambda: step(part), seed)
+                seed = self.seed_for(EVALUATION, index)
+                sent, result = self.runner.run_stage(plans[index], stage, received, lambda: step(part), seed)
             if last:
                 outputs.append(result)
             return sent
 
-        with preserved_rng(device), self._runner.opened():
+        with preserved_rng(device), self.runner.opened():
             forward_only(plans, self.placement, self.rank, run, self.mesh.group(PIPELINE), device)
-        self.steps_done[_EVALUATION] += 1
+        self.steps_done[EVALUATION] += 1
         return StepResult(None, outputs, [1 / len(parts)] * len(parts))
 
     @contextmanager
@@ -292,13 +271,13 @@ class PipelineEngine:
         """Every unit is absent inside, but within :meth:`suspended`; yields a micro-batch to run the step on."""
         part = self.split(batch, training=True)[0]
         plan = self.book.plan(kind, step, part, device)
-        with preserved_rng(device), self._runner.opened():
-            with self._runner.all_absent(plan, self.seed_for(_TRAINING, 0)):
+        with preserved_rng(device), self.runner.opened():
+            with self.runner.all_absent(plan, self.seed_for(TRAINING, 0)):
                 yield part
 
     def suspended(self) -> AbstractContextManager[None]:
         """Steps may be run inside of :meth:`absent_step`."""
-        return self._runner.suspended()
+        return self.runner.suspended()
 
     def _communication_device(self) -> torch.device:
         if dist.get_backend() == "gloo":
@@ -316,92 +295,3 @@ def evaluating(root: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-class _TrainStep:
-    """The step in progress: micro-batches, their plans and weights, and what the last stage gave."""
-
-    def __init__(
-        self, engine: PipelineEngine, kind: str, step: Step, batch: Any, device: torch.device, scale: float
-    ) -> None:
-        self.engine, self.kind, self.step = engine, kind, step
-        self.batch, self.device, self.scale = batch, device, scale
-        self.parts = engine.split(batch, training=True)
-        self.plans = [engine.book.plan(kind, step, part, device) for part in self.parts]
-        self.weights = Weights(1.0)
-        self.losses: dict[int, Tensor] = {}
-        self.outputs: dict[int, Any] = {}
-        self.counts: list[list[Tensor]] = []
-
-    def weigh(self) -> None:
-        engine = self.engine
-        if engine.is_last:
-            group = engine.mesh.group(DATA)
-            form = engine.loss_form or "mean"
-            self.weights = weigh(self.batch, self.parts, self.plans, self._dry_run, form, group, self.device)
-
-    @contextmanager
-    def _dry_run(self, index: int) -> Iterator[Callable[[], Any]]:
-        engine = self.engine
-        with engine.observer.muted(), preserved_generators(engine.root):
-            with engine._runner.all_absent(self.plans[index], engine.seed_for(_TRAINING, index)):
-                yield lambda: self.step(self._part(index, copy=True))
-
-    def _part(self, index: int, copy: bool) -> Any:
-        return own_copy(self.parts[index]) if copy and self.plans[index].trace.mutates_batch else self.parts[index]
-
-    def run(self, stage: int, received: Sequence[Tensor], index: int) -> Any:
-        engine, plan = self.engine, self.plans[index]
-        last = stage == plan.num_stages - 1
-        part = self._part(index, copy=True)
-        with ExitStack() as stack:
-            observer = engine.observer
-            stack.enter_context(observer.recording(index) if last else observer.passing(undo=engine.is_last))
-            if last:
-                stack.enter_context(self._losses(index))
-            seed = engine.seed_for(_TRAINING, index)
-            sent, result = engine._runner.run_stage(plan, stage, received, lambda: self.step(part), seed)
-        if not last:
-            # torch detaches the outputs in place after the input backward, also where their own node saved them
-            return tuple(value.clone() for value in sent) if engine.placement.kind.splits_backward else sent
-        loss = self._loss_of(result, index)
-        self.losses[index] = loss.detach()
-        self.outputs[index] = {k: v for k, v in result.items() if k != "loss"} if isinstance(result, dict) else None
-        return (loss * (self.weights.microbatch * self.scale)).clone()
-
-    def _losses(self, index: int) -> Any:
-        if self.weights.losses is not None:
-            return whole_batch_losses(self.weights.losses)
-        if self.plans[index].trace.tail_error is not None and len(self.parts) * self.engine.mesh.size(DATA) > 1:
-            self.counts.append([])
-            return counted_losses(self.counts[-1])
-        return nullcontext()
-
-    def _loss_of(self, result: Any, index: int) -> Tensor:
-        loss = result.get("loss") if isinstance(result, dict) else result
-        if not isinstance(loss, Tensor):
-            raise StepError(
-                f"{self.kind} returned {'None' if loss is None else repr(type(loss).__name__)} for micro-batch "
-                f"{index} of "
-                f"{len(self.parts)}; under a pipeline it must return a loss tensor (or a dict with 'loss') for every "
-                "micro-batch. Return a loss of zero that depends on the outputs instead of skipping."
-            )
-        if isinstance(loss, torch._subclasses.FakeTensor):
-            raise StepError(f"The loss of {self.kind} was computed from values that are not on the last stage.")
-        return loss
-
-    def result(self) -> StepResult:
-        count = len(self.parts)
-        if not self.engine.is_last:
-            return StepResult(None, [], [1 / count] * count)
-        if self.counts and any(not torch.equal(torch.stack(c), torch.stack(self.counts[0])) for c in self.counts if c):
-            raise StepError(
-                f"{self.kind} uses a mean loss with different numbers of valid targets in its micro-batches, and "
-                f"could not "
-                f"be followed to count them beforehand ({self.plans[0].trace.tail_error}). Set `microbatches=1`."
-            )
-        losses = [self.losses[index] for index in range(count)]
-        total = torch.stack([loss.double() for loss in losses]).sum() * self.weights.microbatch
-        return StepResult(
-            total.to(losses[0].dtype), [self.outputs[i] for i in range(count)], [1 / count] * count, losses
-        )

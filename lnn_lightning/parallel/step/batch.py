@@ -16,14 +16,14 @@ from lnn_lightning.parallel.step.tree import children_of, tree_leaves, tree_map,
 def batch_size_of(batch: Any) -> int | None:
     """Number of samples, or None where no batch dimension can be found.
 
-    In a batch made of equally long lists of tensors of different shapes it is the length of these. Otherwise it is the
-    most common of the first dimensions of tensors and the lengths of lists of other things (strings, one dict a
-    sample).
+    In a batch made of equally long lists of scalars, or of tensors of different shapes, it is their length.
+    Otherwise it is the most common of the first dimensions of tensors and the lengths of lists of other things
+    (strings, one dict a sample).
     """
     columns = _columns(batch)
-    if any(map(_differ, columns)):
-        return len(columns[0])
     sizes = list(_sizes(batch))
+    if any(map(_are_scalars, columns)) or (len(set(sizes)) > 1 and any(map(_differ, columns))):
+        return len(columns[0])
     if any(size != 1 for size in sizes):
         sizes = [size for size in sizes if size != 1]  # those are there to be broadcast
     if len(set(sizes)) > 1 and columns:
@@ -40,10 +40,13 @@ def _columns(batch: Any) -> list[Any]:
     return list(columns) if len({len(column) for column in columns}) == 1 else []
 
 
+def _are_scalars(entries: Any) -> bool:
+    return len(entries) > 0 and all(isinstance(entry, Tensor) and entry.dim() == 0 for entry in entries)
+
+
 def _differ(entries: Any) -> bool:
-    """Whether a list holds samples: tensors of different shapes, or scalars."""
-    shapes = [tuple(tensor.shape) for tensor in entries if isinstance(tensor, Tensor)]
-    return len(set(shapes)) > 1 or () in shapes
+    """Whether a list holds tensors of different shapes."""
+    return len({tuple(tensor.shape) for tensor in entries if isinstance(tensor, Tensor)}) > 1
 
 
 def _sizes(tree: Any) -> Iterator[int]:

@@ -7,33 +7,32 @@ storage which unit outputs, and which parameters used by the glue, it derives fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from lnn_lightning.parallel.errors import StepError
-from lnn_lightning.parallel.step.glue import masks_as_indices
 from lnn_lightning.parallel.step.hooks import hooks_set_aside, run_hooks, runs_hooks
 from lnn_lightning.parallel.step.interception import CheckpointRegions
 from lnn_lightning.parallel.step.leftovers import nothing_left_behind
 from lnn_lightning.parallel.step.losses import LossCall, watch_losses
 from lnn_lightning.parallel.step.patching import patched_calls
-from lnn_lightning.parallel.step.randomness import is_random
 from lnn_lightning.parallel.step.shapes import ShapeRule, guess_flops, learn_output, own_object
+from lnn_lightning.parallel.step.tracker import (
+    HIDDEN,
+    Dependency,
+    Key,
+    Tracker,
+    UnitWatch,
+    address_of,
+    numbers_in,
+)
 from lnn_lightning.parallel.step.tree import Unflatten, tree_flatten, tree_leaves
-
-Key: TypeAlias = tuple[int, int]
-"""(number of the call, number of the output leaf); leaf -1 stands for a value that left the unit another way."""
-HIDDEN = -1
-Dependency: TypeAlias = Key | str
-"""A unit output, or the name of a parameter that glue code uses."""
 
 
 @dataclass(frozen=True)
@@ -119,138 +118,6 @@ class Trace:
         return tuple(call.unit for call in self.calls)
 
 
-class _Tracker(TorchDispatchMode):
-    """Keeps for each storage what it derives from; passive while a unit runs."""
-
-    def __init__(self, parameters: dict[int, str], batch_storages: dict[int, int], regions: CheckpointRegions) -> None:
-        super().__init__()
-        self.regions = regions
-        self.parameters = parameters
-        self.batch_storages = batch_storages
-        self.mutates_batch = False
-        self.derived: dict[int, frozenset[Dependency]] = {}
-        self.alive: list[Any] = []
-        self.inside = False
-        self.random = False
-        self.masks = False
-        self.everywhere: set[str] = set()
-        self.mutated: set[Key] = set()
-        self.since_last_call: set[Dependency] = set()
-
-    def of(self, tree: Any) -> frozenset[Dependency]:
-        result: frozenset[Dependency] = frozenset()
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, Tensor):
-                result |= self.of_tensor(leaf)
-        return result
-
-    def of_tensor(self, tensor: Tensor) -> frozenset[Dependency]:
-        address = _address(tensor)
-        found = self.derived.get(address, frozenset())
-        if (name := self.parameters.get(address)) is not None:
-            found |= {name}
-        return found
-
-    def add(self, tensor: Tensor, dependencies: frozenset[Dependency]) -> None:
-        address = _address(tensor)
-        if address not in self.derived:
-            self.alive.append(tensor.untyped_storage())
-        self.derived[address] = self.derived.get(address, frozenset()) | dependencies
-
-    def note_batch_write(self, tensor: Any) -> None:
-        self.mutates_batch |= isinstance(tensor, Tensor) and _address(tensor) in self.batch_storages
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.inside:
-            return func(*args, **kwargs)
-        dependencies = self.of((args, kwargs))
-        written = list(_written_arguments(func, args, kwargs))
-        func, indexed = masks_as_indices(func, args)
-        self.masks |= indexed is not args
-        out = func(*indexed, **kwargs)
-        self.random |= is_random(func)
-        if is_random(func) and self.regions.current is not None:
-            raise StepError(
-                "The step draws random numbers (dropout, say) inside of `torch.utils.checkpoint` but outside of its "
-                "blocks: the recomputation would draw others. Checkpoint each block by itself."
-            )
-        for argument in written:
-            self.note_batch_write(argument)
-        if dependencies:
-            self.since_last_call |= dependencies
-            for argument in written:
-                self.mutated |= {key for key in self.of_tensor(argument) if isinstance(key, tuple)}
-                self.add(argument, dependencies)
-            tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-            for tensor in tensors:
-                self.add(tensor, dependencies)
-            if not tensors:
-                self.everywhere |= {name for name in dependencies if isinstance(name, str)}
-        return out
-
-
-class _Inside(TorchDispatchMode):
-    """What happens within one unit call."""
-
-    def __init__(self, tracker: _Tracker, given: set[int]) -> None:
-        super().__init__()
-        self.tracker = tracker
-        self.given = given
-        self.flops = 0
-        self.random = False
-        self.used: set[str] = set()
-        self.changed: set[int] = set()
-        self.made: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and (name := self.tracker.parameters.get(_address(leaf))) is not None:
-                self.used.add(name)
-        self.changed |= {_address(argument) for argument in _written_arguments(func, args, kwargs)} & self.given
-        out = func(*args, **kwargs)
-        self.random |= is_random(func)
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
-            try:
-                self.flops += int(formula(*args, **kwargs, out_val=out))
-            except Exception:  # noqa: BLE001 - a formula that does not know this form of the operator
-                pass
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, FakeTensor) and (address := _address(leaf)) not in self.given:
-                self.made[address] = leaf.untyped_storage()
-        return out
-
-
-def _numbers_in(leaves: list[Any]) -> list[Any]:
-    """Plain values in objects handed to a unit: their change would be lost on other stages."""
-    objects = [leaf for leaf in leaves if hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type))]
-    return [
-        (name, value)
-        for leaf in objects
-        if not callable(leaf)
-        for name, value in vars(leaf).items()
-        if isinstance(value, (bool, int, float, str))
-    ]
-
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata
-    except NotImplementedError:  # sparse tensors and the like have no storage
-        return id(tensor)
-
-
-def _written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    if not func._schema.is_mutable:
-        return
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
 class _Recorder:
     """Answers unit calls while tracing."""
 
@@ -258,7 +125,7 @@ class _Recorder:
         self,
         root: nn.Module,
         groups: dict[str, str],
-        tracker: _Tracker,
+        tracker: Tracker,
         fake_mode: FakeTensorMode,
         rules: dict[str, ShapeRule],
         regions: CheckpointRegions,
@@ -286,14 +153,14 @@ class _Recorder:
         tracker.inside = True
         try:
             fakes = [self._fake(leaf) for leaf in leaves]
-            inside = _Inside(tracker, {_address(leaf) for leaf in fakes if isinstance(leaf, Tensor)})
-            given, numbers = unflatten(fakes), _numbers_in(fakes)
+            inside = UnitWatch(tracker, {address_of(leaf) for leaf in fakes if isinstance(leaf, Tensor)})
+            given, numbers = unflatten(fakes), numbers_in(fakes)
             hooked = runs_hooks(unit, original)
             with hooks_set_aside(unit) if hooked else nullcontext():
                 out = self._run(name, unit, original, fakes, given, unflatten, inside)
             now = tree_leaves(given)
             call.writes = (
-                _numbers_in(fakes) != numbers
+                numbers_in(fakes) != numbers
                 or len(now) != len(fakes)
                 or any(new is not old for new, old in zip(now, fakes, strict=True))
             )
@@ -320,7 +187,7 @@ class _Recorder:
         leaves: list[Any],
         given: Any,
         unflatten: Unflatten,
-        inside: _Inside,
+        inside: UnitWatch,
     ) -> Any:
         # a cache, say, is written to by a run that fails half-way
         untouched = [own_object(leaf) for leaf in leaves]
@@ -348,12 +215,12 @@ class _Recorder:
             return leaf
         return self.fake_mode.from_tensor(leaf, static_shapes=True)
 
-    def _note_mutations(self, call: Call, leaves: list[Any], fakes: list[Any], inside: _Inside) -> set[int]:
+    def _note_mutations(self, call: Call, leaves: list[Any], fakes: list[Any], inside: UnitWatch) -> set[int]:
         """Ids of the inputs the unit changed in place; what is read of them later left the unit by a side door."""
         changed: set[int] = set()
         keys: set[Key] = set()
         for leaf, fake in zip(leaves, fakes, strict=True):
-            if isinstance(fake, FakeTensor) and _address(fake) in inside.changed:
+            if isinstance(fake, FakeTensor) and address_of(fake) in inside.changed:
                 self.tracker.note_batch_write(leaf)
                 changed.add(id(fake))
                 keys |= {key for key in self.tracker.of_tensor(leaf) if isinstance(key, tuple)}
@@ -410,10 +277,10 @@ def trace_step(
         StepError: the step called no unit, or failed before its last unit.
     """
     batch_storages = {
-        _address(leaf): index for index, leaf in enumerate(tree_leaves(batch)) if isinstance(leaf, Tensor)
+        address_of(leaf): index for index, leaf in enumerate(tree_leaves(batch)) if isinstance(leaf, Tensor)
     }
     regions = CheckpointRegions()
-    tracker = _Tracker({_address(p): name for name, p in root.named_parameters()}, batch_storages, regions)
+    tracker = Tracker({address_of(p): name for name, p in root.named_parameters()}, batch_storages, regions)
     recorder = _Recorder(root, groups, tracker, fake_mode, rules, regions)
     logged: set[Dependency] = set()
     error: Exception | None = None
