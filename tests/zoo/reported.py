@@ -9,43 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.zoo.base import Case, Lit, generator, tokens
-
-FEATURES, TARGETS = 8, 4
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(FEATURES), nn.Linear(FEATURES, FEATURES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.gelu(self.linear(self.norm(x)))
-
-
-class Regression(Lit):
-    """Embedding, four blocks, head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(FEATURES, FEATURES)
-        self.blocks = nn.ModuleList([self.block() for _ in range(4)])
-        self.head = nn.Linear(FEATURES, TARGETS)
-
-    def block(self) -> nn.Module:
-        return Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = F.mse_loss(self(x), y)
-        self.log("train_loss", loss)
-        return loss
+from tests.zoo.base import Case, Lit, tokens, vectors
+from tests.zoo.odd import FEATURES, TARGETS, WIDTH, Regression, Residual
 
 
 class UnusedGlueParameter(Regression):
@@ -53,7 +18,7 @@ class UnusedGlueParameter(Regression):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mask_token = nn.Parameter(torch.zeros(FEATURES))
+        self.mask_token = nn.Parameter(torch.zeros(WIDTH))
 
 
 class CheckpointPerBlock(Regression):
@@ -85,7 +50,7 @@ class ReentrantCheckpoint(Regression):
         return self.head(x)
 
 
-class AppendingBlock(Block):
+class AppendingBlock(Residual):
     def forward(self, x: Tensor, found: list[Tensor]) -> Tensor:  # type: ignore[override]
         out = super().forward(x)
         found.append(out.pow(2).mean())
@@ -95,7 +60,7 @@ class AppendingBlock(Block):
 class BlocksThatAppend(Regression):
     """Blocks that put a loss into a list they are given: those of other stages would be missing."""
 
-    def block(self) -> nn.Module:
+    def block(self, i: int) -> nn.Module:
         return AppendingBlock()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -130,7 +95,7 @@ def ramp(size: int) -> Tensor:
     return torch.arange(size) / size
 
 
-class CachedBlock(Block):
+class CachedBlock(Residual):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * (1 + ramp(x.shape[-1]).to(x)))
 
@@ -138,7 +103,7 @@ class CachedBlock(Block):
 class FunctionCache(Regression):
     """A function cache that a traced run fills with a fake tensor."""
 
-    def block(self) -> nn.Module:
+    def block(self, i: int) -> nn.Module:
         return CachedBlock()
 
 
@@ -167,9 +132,9 @@ class MaskedLogits(Lit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(32, FEATURES)
-        self.blocks = nn.ModuleList([Block() for _ in range(4)])
-        self.head = nn.Linear(FEATURES, 32)
+        self.embed = nn.Embedding(32, WIDTH)
+        self.blocks = nn.ModuleList([Residual() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, 32)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -213,20 +178,14 @@ class GradientPenalty(Regression):
         return F.mse_loss(out, y) + slope.pow(2).mean()
 
 
-def vectors(n: int, batch_size: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    rng = generator(5)
-
-    def draw(size: int) -> Tensor:
-        return torch.randn(batch_size, size, generator=rng, dtype=torch.float64).to(dtype)
-
-    return [(draw(FEATURES), draw(TARGETS)) for _ in range(n)]
+_vectors = vectors(FEATURES, TARGETS)
 
 
 def pictures_with_boxes(n: int, batch_size: int, dtype: torch.dtype) -> list[dict[str, Any]]:
     """A tensor and a list of dicts, one a sample, as for detectors; as many boxes a sample as samples in a batch."""
     return [
         {"x": x, "labels": [{"y": row.expand(batch_size, -1).clone()} for row in y]}
-        for x, y in vectors(n, batch_size, dtype)
+        for x, y in _vectors(n, batch_size, dtype)
     ]
 
 
@@ -241,16 +200,16 @@ class Detector(Regression):
 
 
 CASES = [
-    Case("unused_glue_parameter", UnusedGlueParameter, vectors, 4, "crashed on all stages but the last"),
-    Case("checkpoint_per_block", CheckpointPerBlock, vectors, 4, "right"),
-    Case("checkpoint_around_several", CheckpointAroundSeveral, vectors, 4, "was cut within the checkpoint"),
-    Case("reentrant_checkpoint", ReentrantCheckpoint, vectors, 4, "silently wrong", refused="use_reentrant=False"),
-    Case("blocks_that_append", BlocksThatAppend, vectors, 4, "silently wrong", refused="writes into a list or dict"),
-    Case("hooked_activations", HookedActivations, vectors, 4, "hooks of absent blocks did not run"),
-    Case("function_cache", FunctionCache, vectors, 4, "kept a fake tensor"),
-    Case("weight_average", WeightAverage, vectors, 4, "wrote into stand-ins"),
+    Case("unused_glue_parameter", UnusedGlueParameter, _vectors, 4, "crashed on all stages but the last"),
+    Case("checkpoint_per_block", CheckpointPerBlock, _vectors, 4, "right"),
+    Case("checkpoint_around_several", CheckpointAroundSeveral, _vectors, 4, "was cut within the checkpoint"),
+    Case("reentrant_checkpoint", ReentrantCheckpoint, _vectors, 4, "silently wrong", refused="use_reentrant=False"),
+    Case("blocks_that_append", BlocksThatAppend, _vectors, 4, "silently wrong", refused="writes into a list or dict"),
+    Case("hooked_activations", HookedActivations, _vectors, 4, "hooks of absent blocks did not run"),
+    Case("function_cache", FunctionCache, _vectors, 4, "kept a fake tensor"),
+    Case("weight_average", WeightAverage, _vectors, 4, "wrote into stand-ins"),
     Case("masked_logits", MaskedLogits, tokens(), 4, "could not be counted", equal_shares=False),
     Case("learnt_loss_weight", LearntLossWeight, tokens(), 4, "gradient of the factor", equal_shares=False),
-    Case("gradient_penalty", GradientPenalty, vectors, 4, "crashed in the first step", refused="autograd.grad"),
+    Case("gradient_penalty", GradientPenalty, _vectors, 4, "crashed in the first step", refused="autograd.grad"),
     Case("detector", Detector, pictures_with_boxes, 4, "boxes were cut, or the batch refused", equal_shares=True),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from lnn_lightning.parallel.pipeline.ownership import Ownership
 from lnn_lightning.parallel.pipeline.plans import PlanBook
 from lnn_lightning.parallel.pipeline.schedules import Placement
 from lnn_lightning.parallel.step.materialize import materialize
-from lnn_lightning.parallel.step.standin import has_stand_ins, is_stand_in, named_tensors, replace_tensors, stand_in_for
+from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors, replace_tensors, stand_in_for
 
 
 class Residence:
@@ -33,10 +33,14 @@ class Residence:
         self.root, self.ownership, self.placement, self.mesh, self._book = root, ownership, placement, mesh, book
         self._rank = mesh.rank(PIPELINE)
         self._guards: list[Any] = []
+        self._ranks = {
+            name: tuple(sorted({placement.rank_of(stage) for stage in stages}))
+            for name, stages in ownership.tensors.items()
+        }
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """Places along the pipeline that hold a parameter or buffer, in order."""
-        return tuple(sorted({self.placement.rank_of(stage) for stage in self.ownership.tensors[name]}))
+        return self._ranks[name]
 
     def lives_here(self, name: str) -> bool:
         """Whether this rank holds a parameter or buffer."""
@@ -136,6 +140,7 @@ class Residence:
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole state dict on every rank, on the CPU. Collective over the pipeline's ranks."""
         group = self.mesh.group(PIPELINE)
+        parameters = {name for name, _ in self.root.named_parameters()}
         first = {id(t): name for name, t in named_tensors(self.root)}
         tensors = dict(_tensors_by_all_names(self.root))
         device = self.mesh.device_mesh.device_type
@@ -146,7 +151,7 @@ class Residence:
                 continue
             name = first.get(id(tensors.get(key)))
             ranks = self.ranks_of(name) if name is not None else (0,)
-            source = ranks[-1] if name is not None and name not in dict(self.root.named_parameters()) else ranks[0]
+            source = ranks[-1] if name is not None and name not in parameters else ranks[0]
             here = source == self._rank
             whole = (
                 value.detach().to(device).contiguous()
@@ -156,16 +161,6 @@ class Residence:
             dist.broadcast(whole, group=group, group_src=source)
             full[key] = whole.cpu().clone()
         return full
-
-    def describe(self, names: Sequence[str]) -> int:
-        """Elements of the parameters among ``names``."""
-        sizes = {name: p.numel() for name, p in self.root.named_parameters()}
-        return sum(sizes.get(name, 0) for name in names)
-
-
-def has_foreign_parts(module: nn.Module) -> bool:
-    """Whether a part of the module lives on another rank."""
-    return has_stand_ins(module)
 
 
 def _tensors_by_all_names(root: nn.Module) -> list[tuple[str, Tensor]]:
