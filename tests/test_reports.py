@@ -330,7 +330,12 @@ def _configured(rank: int, world_size: int, layout: Any) -> Any:
     return plain(trainer.callback_metrics), full_state(trainer)
 
 
-def test_tt2252_layers_made_in_configure_model() -> None:
+@pytest.mark.parametrize("seed", [None, "7"], ids=["unseeded", "seed_everything"])
+def test_tt2252_layers_made_in_configure_model(seed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`seed_everything` leaves PL_GLOBAL_SEED behind; the layers are the same as on one process all the same."""
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PL_GLOBAL_SEED", seed)
     expected, many = one_and_many(_configured)
     for got in many:
         assert_same(expected, got)

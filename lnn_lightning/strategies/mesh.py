@@ -15,7 +15,6 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.distributed import group as _world
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -141,7 +140,6 @@ class MeshStrategy(ParallelStrategy):
                 "at a time. Leave it out."
             )
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         layout = resolve_layout(self.world_size, **self._sizes)
         assert self.cluster_environment is not None

@@ -329,6 +329,45 @@ def test_last_as_a_link(tmp_path: Path) -> None:
     assert is_distributed_checkpoint(tmp_path / "last.ckpt")
 
 
+def _fails_to_save(rank: int, world_size: int, folder: str) -> Any:
+    from lnn_lightning.checkpoint import distributed
+
+    path = folder + "/last.ckpt"
+    trainer = trainer_for(world_size, PIPELINE, max_epochs=1)
+    module = model()
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(path)
+    good = full_state(trainer)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader())
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no space left on device")
+
+    real, distributed.dcp.save = distributed.dcp.save, fail
+    try:
+        trainer.save_checkpoint(path)
+    except Exception as error:  # noqa: BLE001
+        said = str(error)
+    finally:
+        distributed.dcp.save = real
+    trainer.strategy.barrier()
+    kept = load_full_state_dict(path)
+    trainer.strategy.barrier()
+    trainer.save_checkpoint(path)
+    new = load_full_state_dict(path)
+    names = sorted(entry.name for entry in Path(folder).iterdir())
+    return said, good, kept, new, full_state(trainer), names
+
+
+def test_a_crash_while_saving_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
+    for said, good, kept, new, state, names in launch_ranks(_fails_to_save, 2, str(tmp_path)):
+        assert "no space left" in said
+        assert_same_state(kept, good)
+        assert_same_state(new, state)
+        assert names == ["last.ckpt"], "and nothing half done stays beside it"
+
+
 def _misfits(rank: int, world_size: int, path: str, save: bool) -> None:
     trainer = trainer_for(world_size, PIPELINE, max_epochs=1)
     module = model()
@@ -464,6 +503,71 @@ def test_a_backbone_that_thaws(tmp_path: Path) -> None:
     for found, values in launch_ranks(_finetunes, 2, PIPELINE, str(tmp_path / "many")):
         assert found == pytest.approx(losses, rel=1e-9)
         assert_same_state(values, state, 1e-9)
+
+
+def _goes_on_finetuning(rank: int, world_size: int, layout: Any, folder: str, resume: str) -> Any:
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01, train_bn=False)
+    checkpoint = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    trainer = trainer_for(world_size, layout, max_epochs=3, callbacks=[callback, checkpoint], enable_checkpointing=True)
+    module = model(Backbone)
+    trainer.fit(module, loader(), loader(16, seed=1), ckpt_path=resume or None)
+    return module.losses, full_state(trainer)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_backbone_that_thaws_resumes(epoch: int, tmp_path: Path) -> None:
+    """From before it thaws, and from behind, with one group and with two."""
+    whole = launch_ranks(_goes_on_finetuning, 2, PIPELINE, str(tmp_path / "one"), "")
+    path = str(tmp_path / "one" / f"epoch={epoch}.ckpt")
+    rest = launch_ranks(_goes_on_finetuning, 2, PIPELINE, str(tmp_path / "two"), path)
+    for (losses, state), (later, resumed) in zip(whole, rest, strict=True):
+        assert later == losses[5 * (epoch + 1) :]
+        assert_same_state(resumed, state)
+
+
+def _resumes_within_an_epoch(rank: int, world_size: int, layout: Any, folder: str, resume: str) -> Any:
+    checkpoint = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    trainer = trainer_for(
+        world_size, layout, max_epochs=2, callbacks=[checkpoint], enable_checkpointing=True, precision="32-true"
+    )
+    module = model()
+    trainer.fit(module, loader(), loader(16, seed=1), ckpt_path=resume or None)
+    return module.losses, full_state(trainer), trainer.global_step
+
+
+def test_resuming_within_an_epoch_does_what_lightning_does(tmp_path: Path) -> None:
+    found = {}
+    for name, world_size, layout in (("one", 1, None), ("many", 2, PIPELINE)):
+        launch_ranks(_resumes_within_an_epoch, world_size, layout, str(tmp_path / name), "")
+        path = str(tmp_path / name / "step=3.ckpt")
+        found[name] = launch_ranks(_resumes_within_an_epoch, world_size, layout, str(tmp_path / f"{name}-2"), path)
+    losses, state, step = found["one"][0]
+    for later, resumed, steps in found["many"]:
+        assert later == pytest.approx(losses, rel=1e-5)
+        assert_same_state(resumed, state, 1e-5)
+        assert steps == step == 10
+
+
+def _validates_the_best(rank: int, world_size: int, layout: Any, folder: str) -> Any:
+    checkpoint = ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", mode="max")
+    trainer = trainer_for(
+        world_size, layout, max_epochs=3, callbacks=[checkpoint], enable_checkpointing=True, precision="32-true"
+    )
+    module = model()
+    trainer.fit(module, loader(), loader(16, seed=1))
+    last = float(trainer.callback_metrics["val_loss"])
+    (metrics,) = trainer.validate(dataloaders=loader(16, seed=1), ckpt_path="best", verbose=False)
+    predictions = trainer.predict(module, loader(16), ckpt_path="best")
+    assert predictions is not None
+    return last, metrics["val_loss"], torch.cat(predictions)
+
+
+def test_the_best_checkpoint_is_found(tmp_path: Path) -> None:
+    last, best, predictions = launch_ranks(_validates_the_best, 1, None, str(tmp_path / "one"))[0]
+    assert abs(best - last) > 1e-3
+    for _, value, predicted in launch_ranks(_validates_the_best, 2, PIPELINE, str(tmp_path / "many")):
+        assert value == pytest.approx(best, rel=1e-5)
+        torch.testing.assert_close(predicted, predictions, rtol=1e-4, atol=1e-5)
 
 
 def _averages(rank: int, world_size: int, layout: Any) -> Any:
