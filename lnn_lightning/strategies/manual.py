@@ -39,8 +39,7 @@ class _IdleOptimizer:
 
 SEVERAL_OPTIMIZERS = (
     "Manual optimization with several optimizers cannot be pipelined: their steps would meet blocks on different "
-    "stages at "
-    "different times. Use one optimizer with several parameter groups."
+    "stages at different times. Use one optimizer with several parameter groups."
 )
 
 

@@ -47,9 +47,8 @@ _STEPS = {
 
 _LOSS_FORM = {
     "other": "The loss of a batch is neither the mean nor the sum of the losses of its parts (a contrastive loss, or "
-    "a mean "
-    "over a part of the targets only). With micro-batches and data ranks it is the mean over them, as under gradient "
-    "accumulation. For the loss of the whole local batch set `microbatches=1`.",
+    "a mean over a part of the targets only). With micro-batches and data ranks it is the mean over them, as under "
+    "gradient accumulation. For the loss of the whole local batch set `microbatches=1`.",
     "unknown": "It could not be found out whether the loss is a mean or a sum over samples; it is taken for a mean. "
     "If it is a sum, set `microbatches=1` or divide it by the number of samples.",
 }
@@ -167,8 +166,7 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
         if has_stand_ins(module):
             raise StepError(
                 f"This {type(module).__name__} was already divided by another strategy. Use the Trainer that did, or "
-                f"load "
-                "`strategy.full_state_dict()` into a new one."
+                "load `strategy.full_state_dict()` into a new one."
             )
         agreement = MeshAgreement(
             (self.mesh.group(PIPELINE),),

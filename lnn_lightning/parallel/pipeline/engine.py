@@ -152,7 +152,7 @@ class PipelineEngine:
         if self.mesh.size(DATA) == 1:
             return
         trainable = [parameter for parameter in self.residence.parameters() if parameter.requires_grad]
-        if self._replica is None or [*self._replica.parameters] != trainable:
+        if self._replica is None or [*map(id, self._replica.parameters)] != [*map(id, trainable)]:
             overlap = self.placement.num_stages == 1
             self._replica = Replica(trainable, self.mesh.group(DATA), overlap) if trainable else None
 

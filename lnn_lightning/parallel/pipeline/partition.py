@@ -121,8 +121,7 @@ def _balanced_bounds(trace: Trace, costs: list[float], num_stages: int) -> list[
             followed += "What runs inside one `torch.utils.checkpoint` cannot be divided: checkpoint each block. "
         raise StepError(
             f"{followed}The step calls {count} units ({', '.join(dict.fromkeys(trace.names))}), too few for "
-            f"{num_stages} "
-            f"pipeline "
+            f"{num_stages} pipeline "
             f"stages. Use at most {sum(free[1:]) + 1} stages (pipeline_parallel_size x stages_per_rank), or name finer "
             "cuts with `split_points`."
         )

@@ -103,10 +103,9 @@ class PlanBook:
             if leaf == HIDDEN and any(module._forward_hooks for module in unit.modules() if module is not unit):
                 raise StepError(
                     f"A value that a forward hook inside of {trace.calls[index].unit!r} collects (attention weights "
-                    f"or router "
-                    "logits, say) is used outside of it: the hooks of blocks on other stages do not run here. Switch "
-                    "it "
-                    "off (`output_attentions=False`, ...), or train without a pipeline (pipeline_parallel_size=1)."
+                    "or router logits, say) is used outside of it: the hooks of blocks on other stages do not run "
+                    "here. Switch it off (`output_attentions=False`, ...), or train without a pipeline "
+                    "(pipeline_parallel_size=1)."
                 )
 
     def decide(self, kind: str, names: tuple[str, ...], stage_of: Sequence[int], ownership: Ownership) -> None:

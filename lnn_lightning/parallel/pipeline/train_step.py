@@ -108,9 +108,9 @@ class TrainStep:
         if not isinstance(loss, Tensor):
             raise StepError(
                 f"{self.kind} returned {'None' if loss is None else repr(type(loss).__name__)} for micro-batch "
-                f"{index} of "
-                f"{len(self.parts)}; under a pipeline it must return a loss tensor (or a dict with 'loss') for every "
-                "micro-batch. Return a loss of zero that depends on the outputs instead of skipping."
+                f"{index} of {len(self.parts)}; under a pipeline it must return a loss tensor (or a dict with "
+                "'loss') for every micro-batch. Return a loss of zero that depends on the outputs instead of "
+                "skipping."
             )
         if isinstance(loss, torch._subclasses.FakeTensor):
             raise StepError(f"The loss of {self.kind} was computed from values that are not on the last stage.")
@@ -124,8 +124,8 @@ class TrainStep:
         if self.counts and any(not torch.equal(torch.stack(c), torch.stack(self.counts[0])) for c in self.counts if c):
             raise StepError(
                 f"{self.kind} uses a mean loss with different numbers of valid targets in its micro-batches, and "
-                f"could not "
-                f"be followed to count them beforehand ({self.plans[0].trace.tail_error}). Set `microbatches=1`."
+                f"could not be followed to count them beforehand ({self.plans[0].trace.tail_error}). Set "
+                "`microbatches=1`."
             )
         losses = [self.losses[index] for index in range(count)]
         total = torch.stack([loss.double() for loss in losses]).sum() * self.weights.microbatch

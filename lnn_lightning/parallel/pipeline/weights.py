@@ -90,8 +90,7 @@ def _may_ignore(calls: Sequence[LossCall], batch: Any) -> bool:
             raise StepError(
                 f"A block computes a mean loss itself, with class weights or ignored targets ({call.ignore_index}): "
                 "its mean over a micro-batch is not the whole batch's. Compute the loss outside of the block (in "
-                "training_step "
-                "or the model's forward), or set `microbatches=1`."
+                "training_step or the model's forward), or set `microbatches=1`."
             )
         if not call.inside and (holds or call.weighted or call.batch_leaf is None):
             return True

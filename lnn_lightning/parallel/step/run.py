@@ -79,9 +79,8 @@ class _Run:
         if self._expected() != name:
             raise StepError(
                 f"The order of calls in the step changed: call {self.count} was {self._expected()!r} when the step "
-                f"was traced "
-                f"and is {name!r} now (stage {self.stage}). A pipeline needs the same calls for every batch of one "
-                "shape: make layer drop, early exit and the like independent of chance and data."
+                f"was traced and is {name!r} now (stage {self.stage}). A pipeline needs the same calls for every "
+                "batch of one shape: make layer drop, early exit and the like independent of chance and data."
             )
         call = calls[self.count]
         self.count += 1

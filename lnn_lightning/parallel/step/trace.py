@@ -143,8 +143,7 @@ class _Recorder:
         if self.regions.current is not None and self.trains and not torch.is_grad_enabled():
             raise StepError(
                 f"{name!r} is called inside of `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`, whose "
-                f"values "
-                "have no graph to send gradients through. Use `use_reentrant=False`."
+                "values have no graph to send gradients through. Use `use_reentrant=False`."
             )
         call = Call(len(self.calls), name, self.groups[name], region=self.regions.current)
         self.calls.append(call)
