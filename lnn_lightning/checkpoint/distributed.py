@@ -74,7 +74,9 @@ def is_distributed_checkpoint(path: str | Path) -> bool:
 
 
 def save_checkpoint(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Writes a checkpoint folder; an older one at the same path is replaced. Collective over all ranks.
+    """Writes a checkpoint folder. Collective over all ranks.
+
+    It is written beside its place and renamed when it is complete: one that was there stands until then.
 
     Args:
         path: the folder.
@@ -82,17 +84,27 @@ def save_checkpoint(path: str | Path, tensors: Mapping[str, Tensor], metadata: M
         metadata: everything else; rank 0's is written.
     """
     folder = Path(path)
+    new, old = folder.with_name(f".{folder.name}.saving"), folder.with_name(f".{folder.name}.replaced")
     if dist.get_rank() == 0:
-        if folder.is_dir():
-            shutil.rmtree(folder)
-        elif folder.exists():
-            folder.unlink()
-        folder.mkdir(parents=True)
+        for leftover in (new, old):
+            _remove(leftover)
+        new.mkdir(parents=True)
     dist.barrier()
-    dcp.save(dict(tensors), storage_writer=FileSystemWriter(folder))
+    dcp.save(dict(tensors), storage_writer=FileSystemWriter(new))
     if dist.get_rank() == 0:
-        torch.save(dict(metadata), folder / _META)
+        torch.save(dict(metadata), new / _META)
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+        _remove(old)
     dist.barrier()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def load_metadata(path: str | Path) -> dict[str, Any]:

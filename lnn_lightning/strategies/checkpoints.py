@@ -138,6 +138,7 @@ class CheckpointHooks(MeshStrategy):
             if ours is not None:
                 by_name = self._read_optimizer(Path(state["path"]), index, ours["values"])
                 groups = ours["optimizer_groups"][index]
+                self._add_groups(index, _plain(optimizer), groups)
             else:
                 by_name, groups = self._by_name(index, state)
             self._put_optimizer_state(_plain(optimizer), by_name, groups)
@@ -162,6 +163,17 @@ class CheckpointHooks(MeshStrategy):
         names = [name for group in self._group_names[index] for name in group]
         of = dict(zip(numbers, names, strict=True))
         return {of[number]: values for number, values in state["state"].items()}, state["param_groups"]
+
+    def _add_groups(self, index: int, optimizer: Optimizer, groups: list[Any]) -> None:
+        """Groups that a callback had added when the checkpoint was saved (unfrozen layers): their parameters learn."""
+        assert self.lightning_module is not None
+        parameters = dict(self.lightning_module.named_parameters())
+        for group in groups[len(optimizer.param_groups) :]:
+            for name in group["params"]:
+                parameters[name].requires_grad_(True)
+            own = [parameters[name] for name in group["params"] if self.engine.residence.lives_here(name)]
+            optimizer.add_param_group({**group, "params": own})
+            self._group_names[index].append(list(group["params"]))
 
     def _put_optimizer_state(self, optimizer: Optimizer, by_name: Mapping[str, Any], groups: list[Any]) -> None:
         assert self.lightning_module is not None

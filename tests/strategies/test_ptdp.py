@@ -798,8 +798,8 @@ def test_under_slurm() -> None:
 
 SCRIPT = """
     import sys
+    from pathlib import Path
 
-    import torch
     from tests.strategies.test_ptdp import PIPELINE, Model, loader, model, trainer_for
 
 
@@ -813,39 +813,41 @@ SCRIPT = """
         trainer = trainer_for(2, PIPELINE, max_epochs=3)
         module = model(Fails)
         trainer.fit(module, loader())
-        print("done", trainer.global_rank, trainer.global_step, f"{module.losses[-1]:.6f}", flush=True)
+        Path(sys.argv[2], f"done-{trainer.global_rank}").write_text(f"{trainer.global_step} {module.losses[-1]:.6f}")
 """
 
 
-def start(folder: Path, failing: int) -> tuple[int, str, str, float]:
-    """`python train.py`: the exit code, what it said, and the seconds from the failure to the end."""
+def start(folder: Path, failing: int) -> tuple[int, dict[str, str], str, float]:
+    """`python train.py`: the exit code, what the ranks wrote, the errors, and the seconds it took."""
+    for old in folder.glob("done-*"):
+        old.unlink()
     script = folder / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "SLURM_"))}
     environment = {**inherited, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     job = subprocess.Popen(
-        [sys.executable, str(script), str(failing)],
+        [sys.executable, str(script), str(failing), str(folder)],
         env=environment,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
     begin = time.monotonic()
     try:
-        out, err = job.communicate(timeout=150)
+        _, err = job.communicate(timeout=150)
     finally:
         job.kill()
-    return job.returncode, out, err, time.monotonic() - begin
+    written = {path.name: path.read_text() for path in folder.glob("done-*")}
+    return job.returncode, written, err, time.monotonic() - begin
 
 
 @pytest.mark.slow
 def test_started_by_the_trainer(tmp_path: Path) -> None:
     """Without torchrun: the Trainer starts the other process."""
-    code, out, err, _ = start(tmp_path, -1)
+    code, written, err, _ = start(tmp_path, -1)
     assert code == 0, err
-    lines = sorted(line for line in out.splitlines() if line.startswith("done"))
     losses = launch_ranks(_from_one_process, 1, None, 3, "", "")[0][0]
-    assert lines == [f"done {rank} 15 {losses[-1]:.6f}" for rank in range(2)]
+    assert written == {f"done-{rank}": f"15 {losses[-1]:.6f}" for rank in range(2)}
 
 
 @pytest.mark.slow
@@ -853,8 +855,8 @@ def test_started_by_the_trainer(tmp_path: Path) -> None:
 def test_started_by_the_trainer_and_one_rank_fails(failing: int, tmp_path: Path) -> None:
     """Starting takes what it takes here; the end must come soon after the failure."""
     _, _, _, usual = start(tmp_path, -1)
-    code, out, err, seconds = start(tmp_path, failing)
+    code, written, err, seconds = start(tmp_path, failing)
     assert code != 0
     assert "this rank does not want to go on" in err
-    assert "done" not in out
+    assert written == {}
     assert seconds < usual + 30
