@@ -76,7 +76,7 @@ class PipelineEngine:
         units = find_units(root, self.placement.num_stages, settings.split_points)
         self.book = PlanBook(root, units, self.placement.num_stages, observer)
         modules = {name: root.get_submodule(name) for name in self.book.groups}
-        self.runner = StepRunner(root, modules)
+        self.runner = StepRunner(modules)
         self._schedules: dict[int, tuple[Any, list[WatchedStage]]] = {}
         self._replica: Replica | None = None
         self._current: TrainStep | None = None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
 from lnn_lightning.parallel.errors import StepError
@@ -11,24 +10,6 @@ from lnn_lightning.parallel.step.trace import HIDDEN, Key, TensorInfo, Trace
 
 _PARAMETER_SHARE = 0.1
 """What a model's whole optimizer step and gradient reduction counts for, relative to its forward and backward."""
-
-
-@dataclass(frozen=True)
-class Cuts:
-    """Stage of each call, and the values sent from each stage to the next.
-
-    Attributes:
-        stage_of: call number -> stage.
-        live: for each stage but the last, the unit outputs of it or earlier stages that later ones derive from.
-    """
-
-    stage_of: tuple[int, ...]
-    live: tuple[tuple[Key, ...], ...]
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages, empty ones included."""
-        return len(self.live) + 1
 
 
 def partition(
@@ -121,8 +102,8 @@ def _balanced_bounds(trace: Trace, costs: list[float], num_stages: int) -> list[
             followed += "What runs inside one `torch.utils.checkpoint` cannot be divided: checkpoint each block. "
         raise StepError(
             f"{followed}The step calls {count} units ({', '.join(dict.fromkeys(trace.names))}), too few for "
-            f"{num_stages} pipeline "
-            f"stages. Use at most {sum(free[1:]) + 1} stages (pipeline_parallel_size x stages_per_rank), or name finer "
+            f"{num_stages} pipeline stages. Use at most {sum(free[1:]) + 1} stages "
+            "(pipeline_parallel_size x stages_per_rank), or name finer "
             "cuts with `split_points`."
         )
     sums = [0.0]
@@ -148,7 +129,7 @@ def _cut_price(trace: Trace, position: int) -> int | None:
 
 
 def _minimise(
-    sums: list[float], free: list[bool], num_stages: int, price: object, limit: float, by_sum: bool
+    sums: list[float], free: list[bool], num_stages: int, price: Callable[[int], float], limit: float, by_sum: bool
 ) -> list[int]:
     """Bounds with the least heaviest stage, or the least sum of prices with no stage above ``limit``."""
     count = len(sums) - 1
@@ -161,7 +142,7 @@ def _minimise(
                 weight = sums[end] - sums[start]
                 if start >= end or weight > limit:
                     continue
-                candidate = value + price(start) if by_sum else max(value, weight)  # type: ignore[operator]
+                candidate = value + price(start) if by_sum else max(value, weight)
                 if end not in row or candidate < row[end][0]:
                     row[end] = (candidate, [*bounds, start])
         table.append(row)

@@ -108,12 +108,10 @@ class StepRunner:
     """Runs stages of a step; keeps the units patched while it is open.
 
     Args:
-        root: module of the units.
         units: name -> module of everything that counts as a unit when called from glue.
     """
 
-    def __init__(self, root: nn.Module, units: dict[str, nn.Module]) -> None:
-        self._root = root
+    def __init__(self, units: dict[str, nn.Module]) -> None:
         self._units = units
         self._open = False
         self._run: _Run | None = None
