@@ -1,0 +1,1 @@
+"""Layers whose parts live on several ranks: tensor parallelism in plain torch."""
