@@ -21,12 +21,13 @@ from typing_extensions import override
 
 from lnn_lightning.parallel.errors import LayoutError, StepError
 from lnn_lightning.parallel.exchange import agree
-from lnn_lightning.parallel.layout import DATA, PIPELINE, Layout
+from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Layout
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine, PipelineSettings
 from lnn_lightning.parallel.pipeline.schedules import place
 from lnn_lightning.parallel.pipeline.table import layout_table
 from lnn_lightning.parallel.step.batch import batch_size_of
 from lnn_lightning.parallel.step.standin import convert_module, has_stand_ins, is_stand_in
+from lnn_lightning.parallel.tensor.table import tensor_table
 from lnn_lightning.precision import MeshAgreement, loss_scale, mesh_precision
 from lnn_lightning.strategies.checkpoints import CheckpointHooks
 from lnn_lightning.strategies.data import DataHooks
@@ -63,7 +64,7 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
 
     Args:
         data_parallel_size: ranks that see different data; ``"auto"``: what the other axes leave.
-        tensor_parallel_size: ranks that share each layer. Only 1 so far.
+        tensor_parallel_size: ranks that share each layer.
         pipeline_parallel_size: ranks that the blocks are spread over.
         schedule: order of forwards and backwards: ``naive`` (one micro-batch), ``gpipe``, ``1f1b``, ``interleaved``,
             ``zero_bubble`` or ``zbv``.
@@ -72,6 +73,9 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
         stages_per_rank: more than one: stages go round the ranks (interleaved).
         split_points: names of the sub-modules that begin the second, third, ... stage; None: found by the trace and
             balanced.
+        tensor_parallel_plan: ``"auto"``: found by itself; or a glob of layer names -> ``colwise``, ``rowwise`` or
+            ``replicate`` for the layers whose role is not to be found.
+        sequence_parallel: keep values between blocks divided along their tokens over the tensor ranks.
         evaluation_microbatches: the same as ``microbatches`` for validation, test and prediction. One gives exactly the
             results of one process.
         example_batch: a batch to trace with, if the dataloader cannot be peeked at.
@@ -93,6 +97,8 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
         microbatches: int | Literal["auto"] = "auto",
         stages_per_rank: int = 1,
         split_points: list[str] | None = None,
+        tensor_parallel_plan: dict[str, str] | Literal["auto"] = "auto",
+        sequence_parallel: bool = False,
         evaluation_microbatches: int = 1,
         example_batch: Any = None,
         process_group_backend: str | None = None,
@@ -108,11 +114,6 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
             **parallel_strategy_arguments,
         )
         Layout(pipeline_parallel_size, 1 if data_parallel_size == "auto" else data_parallel_size, tensor_parallel_size)
-        if tensor_parallel_size != 1:
-            raise LayoutError(
-                f"`tensor_parallel_size={tensor_parallel_size}` is not available yet; use 1, and "
-                "`pipeline_parallel_size` to spread a model that does not fit."
-            )
         for name, count in (("microbatches", microbatches), ("evaluation_microbatches", evaluation_microbatches)):
             if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
                 raise LayoutError(f"`{name}` must be 'auto' or a whole number of at least 1, got {count!r}.")
@@ -121,6 +122,8 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
             microbatches,
             evaluation_microbatches,
             split_points,
+            sequence_parallel,
+            None if tensor_parallel_plan == "auto" else tensor_parallel_plan,
         )
         self._example_batch = example_batch
         self._engine: PipelineEngine | None = None
@@ -169,7 +172,7 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
                 "load `strategy.full_state_dict()` into a new one."
             )
         agreement = MeshAgreement(
-            (self.mesh.group(PIPELINE),),
+            tuple(self.mesh.group(axis) for axis in (PIPELINE, TENSOR)),
             lambda parameter: self.engine.residence.counts_here(parameter),
             self.root_device,
         )
@@ -187,6 +190,8 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
         parts = len(self._engine.split(batch, training))
         table = layout_table(plan, self._engine.residence, self._settings.placement, batch_size_of(batch), parts)
         rank_zero_info(table)
+        if (tensor := self._engine.residence.tensor) is not None:
+            rank_zero_info(tensor_table(module, tensor.plan))
         return batch
 
     def _first_batch(self, trainer: pl.Trainer) -> Any:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.exchange import TreeChannel, check_same_batch
-from lnn_lightning.parallel.layout import DATA, PIPELINE, Mesh
+from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Mesh
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
 from lnn_lightning.parallel.pipeline.train_step import StepResult
 from lnn_lightning.parallel.step.batch import batch_size_of
@@ -85,7 +85,7 @@ class StepDriver:
         self.module, self.engine, self.observer, self.device = module, engine, observer, device
         self._pipeline_group = mesh.group(PIPELINE)
         self._channel = TreeChannel(self._pipeline_group, device)
-        self._reduces = mesh.size(DATA) > 1 or any(
+        self._reduces = max(mesh.size(DATA), mesh.size(TENSOR)) > 1 or any(
             len(engine.residence.ranks_of(name)) > 1 for name, _ in module.named_parameters()
         )
         self._checked: set[str] = set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lnn_lightning.parallel.data.replicate import Replica
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.exchange import agree
-from lnn_lightning.parallel.layout import DATA, PIPELINE, Mesh
+from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Mesh
 from lnn_lightning.parallel.pipeline.forward import forward_only
 from lnn_lightning.parallel.pipeline.ownership import Ownership, find_ownership
 from lnn_lightning.parallel.pipeline.partition import partition
@@ -30,7 +30,11 @@ from lnn_lightning.parallel.step.observer import StepObserver
 from lnn_lightning.parallel.step.plan import Plan
 from lnn_lightning.parallel.step.randomness import preserved_rng, seed_of
 from lnn_lightning.parallel.step.run import StepRunner
+from lnn_lightning.parallel.step.trace import Trace
 from lnn_lightning.parallel.step.units import find_units
+from lnn_lightning.parallel.tensor.axis import TensorAxis
+from lnn_lightning.parallel.tensor.install import TensorSharding
+from lnn_lightning.parallel.tensor.plan import TensorPlan, plan_module
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,16 @@ class PipelineSettings:
         microbatches: micro-batches a local batch is cut into for training; ``"auto"``: by the schedule.
         evaluation_microbatches: the same without gradients. One gives exactly what one process gives.
         split_points: names of the sub-modules that begin a stage; None: balanced by cost.
+        sequence_parallel: values between blocks stay divided along their tokens over the tensor ranks.
+        tensor_parallel_plan: glob of layer names -> role, where the planner is not to decide.
     """
 
     placement: Placement
     microbatches: int | str = "auto"
     evaluation_microbatches: int = 1
     split_points: Sequence[str] | None = None
+    sequence_parallel: bool = False
+    tensor_parallel_plan: Mapping[str, str] | None = None
 
 
 class PipelineEngine:
@@ -122,6 +130,7 @@ class PipelineEngine:
                     f"ranks must run the same model and the same step."
                 )
             ownership = find_ownership(self.root, self.book.units, trace, stage_of, self.placement.num_stages)
+            tensor = self._plan_tensor(trace)
         except Exception as caught:  # noqa: BLE001
             error = caught
         agree(error, world, comm_device)
@@ -133,8 +142,24 @@ class PipelineEngine:
             error = caught
         agree(error, world, comm_device)
         self.residence.make_equal()
+        if tensor is not None:
+            self._divide(tensor, trace)
         with torch.set_grad_enabled(training):
-            return Plan(trace, stage_of, self.book.cut(trace, stage_of), self.book.fake_mode, device)
+            return self.book.cut_plan(trace, stage_of, device)
+
+    def _plan_tensor(self, trace: Trace) -> TensorPlan | None:
+        if self.mesh.size(TENSOR) == 1:
+            return None
+        settings = self.settings
+        return plan_module(
+            self.root, trace, self.mesh.size(TENSOR), settings.sequence_parallel, settings.tensor_parallel_plan
+        )
+
+    def _divide(self, plan: TensorPlan, trace: Trace) -> None:
+        """Cuts the parameters on this rank over the tensor ranks."""
+        axis = TensorAxis(self.mesh.size(TENSOR), self.mesh.rank(TENSOR), self.mesh.group(TENSOR))
+        self.residence.tensor = self.book.tensor = TensorSharding(self.root, plan, axis)
+        self.residence.tensor.install()
 
     def find_loss_form(self, step: Step, batch: Any) -> None:
         """Finds out how the loss adds up over samples; once before training. Collective over all ranks."""
@@ -204,6 +229,7 @@ class PipelineEngine:
         if sync:
             if self._replica is not None:
                 self._replica.finish()
+            self.residence.sum_partial_gradients()
             self.residence.sum_shared_gradients()
         self.steps_done[TRAINING] += 1
         return current.result()

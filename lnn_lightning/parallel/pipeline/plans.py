@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lnn_lightning.parallel.step.shapes import ShapeRule
 from lnn_lightning.parallel.step.trace import HIDDEN, Key, Trace, trace_step
 from lnn_lightning.parallel.step.tree import tree_tensors
 from lnn_lightning.parallel.step.units import Units, is_stateful
+from lnn_lightning.parallel.tensor.install import TensorSharding
 
 
 class PlanBook:
@@ -40,6 +41,7 @@ class PlanBook:
         self.tracing = False
         self._observer = observer
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.tensor: TensorSharding | None = None
         self._rules: dict[str, ShapeRule] = {}
         self._plans: dict[Any, Plan] = {}
         self._ownership: Ownership | None = None
@@ -59,6 +61,7 @@ class PlanBook:
         self.tracing = True
         try:
             with (
+                self._whole_shapes(),
                 preserved_rng(device),
                 preserved_generators(self.root),
                 no_backward() if self.num_stages > 1 else nullcontext(),
@@ -70,6 +73,10 @@ class PlanBook:
             self.tracing = False
         self._check_end(trace)
         return trace
+
+    def _whole_shapes(self) -> AbstractContextManager[None]:
+        """Parameters have the shapes of the user's module inside."""
+        return self.tensor.whole_shapes() if self.tensor is not None else nullcontext()
 
     def _check_end(self, trace: Trace) -> None:
         """A step that fails while it is traced must have got behind its last block; blocks must not talk in secret."""
@@ -127,8 +134,16 @@ class PlanBook:
         if key not in self._plans:
             trace = self.trace(step, batch)
             stage_of = self._assign(kind, trace)
-            self._plans[key] = Plan(trace, stage_of, self.cut(trace, stage_of), self.fake_mode, device)
+            self._plans[key] = self.cut_plan(trace, stage_of, device)
         return self._plans[key]
+
+    def cut_plan(self, trace: Trace, stage_of: Sequence[int], device: torch.device) -> Plan:
+        """A traced step, cut into stages."""
+        live = self.cut(trace, stage_of)
+        if self.tensor is None:
+            return Plan(trace, tuple(stage_of), live, self.fake_mode, device)
+        parts, axis = self.tensor.plan.parts(trace), self.tensor.outside
+        return Plan(trace, tuple(stage_of), live, self.fake_mode, device, parts, axis)
 
     def cut(self, trace: Trace, stage_of: Sequence[int]) -> tuple[tuple[Key, ...], ...]:
         """Values that cross from each stage to the next."""

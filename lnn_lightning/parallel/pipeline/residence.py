@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lnn_lightning.parallel.errors import StepError
-from lnn_lightning.parallel.layout import DATA, PIPELINE, Mesh
+from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Mesh
 from lnn_lightning.parallel.pipeline.ownership import Ownership
 from lnn_lightning.parallel.pipeline.plans import PlanBook
 from lnn_lightning.parallel.pipeline.schedules import Placement
 from lnn_lightning.parallel.step.materialize import materialize
 from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors, replace_tensors, stand_in_for
+from lnn_lightning.parallel.tensor.install import TensorSharding
 
 
 class Residence:
@@ -32,6 +33,7 @@ class Residence:
     def __init__(self, root: nn.Module, ownership: Ownership, placement: Placement, mesh: Mesh, book: PlanBook) -> None:
         self.root, self.ownership, self.placement, self.mesh, self._book = root, ownership, placement, mesh, book
         self._rank = mesh.rank(PIPELINE)
+        self.tensor: TensorSharding | None = None
         self._guards: list[Any] = []
         self._ranks = {
             name: tuple(sorted({placement.rank_of(stage) for stage in stages}))
@@ -57,7 +59,7 @@ class Residence:
                 self._guards.append(module.register_forward_pre_hook(self._guard(name)))
 
     def make_equal(self) -> None:
-        """Copies of a tensor start from those of the first data rank and the first stage that has it.
+        """Copies of a tensor start from those of the first data and tensor rank and the first stage that has it.
 
         Collective over all ranks.
         """
@@ -74,6 +76,8 @@ class Residence:
                 dist.broadcast(value, group=group, group_src=0)
             if self.mesh.size(DATA) > 1:
                 dist.broadcast(value, group=data_group, group_src=0)
+            if self.mesh.size(TENSOR) > 1:
+                dist.broadcast(value, group=self.mesh.group(TENSOR), group_src=0)
             tensor.detach().copy_(value)
 
     def _guard(self, name: str) -> Callable[..., None]:
@@ -104,8 +108,21 @@ class Residence:
         """Whether this rank is the one that counts a parameter, where several hold it."""
         if not hasattr(self, "_counted"):
             named = {id(p): name for name, p in self.root.named_parameters()}
-            self._counted = {key for key, name in named.items() if self.ranks_of(name)[0] == self._rank}
+            self._counted = {
+                key
+                for key, name in named.items()
+                if self.ranks_of(name)[0] == self._rank and (self.mesh.rank(TENSOR) == 0 or self.is_divided(name))
+            }
         return id(parameter) in self._counted
+
+    def is_divided(self, name: str) -> bool:
+        """Whether each tensor rank holds a part of its own of a parameter."""
+        return self.tensor is not None and name in self.tensor.plan.specs
+
+    def sum_partial_gradients(self) -> None:
+        """Adds up the gradients of whole parameters that each tensor rank used on its part of the values alone."""
+        if self.tensor is not None:
+            self.tensor.sum_partial_gradients(lambda parameter: parameter.grad)
 
     def sum_shared_gradients(self) -> None:
         """Adds up the gradients of parameters that several ranks of the pipeline use."""
@@ -137,6 +154,19 @@ class Residence:
                 keys.append(key)
         return keys
 
+    def whole(self, name: str | None, value: Tensor) -> Tensor:
+        """The whole of a parameter, or of an optimizer's state of its shape. Collective over the ranks that divide it."""
+        return value if self.tensor is None or name is None else self.tensor.whole(name, value)
+
+    def local(self, name: str | None, value: Tensor) -> Tensor:
+        """This rank's part of a whole parameter, or of an optimizer's state of its shape."""
+        return value if self.tensor is None or name is None else self.tensor.local(name, value)
+
+    def whole_shape(self, name: str | None, value: Tensor) -> tuple[int, ...]:
+        """Shape of the whole of a tensor of the module."""
+        divided = name is not None and self.tensor is not None and name in self.tensor.plan.specs
+        return self.tensor.plan.shapes[name] if divided else tuple(value.shape)  # type: ignore[union-attr, index]
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole state dict on every rank, on the CPU. Collective over the pipeline's ranks."""
         group = self.mesh.group(PIPELINE)
@@ -152,12 +182,10 @@ class Residence:
             name = first.get(id(tensors.get(key)))
             ranks = self.ranks_of(name) if name is not None else (0,)
             source = ranks[-1] if name is not None and name not in parameters else ranks[0]
-            here = source == self._rank
-            whole = (
-                value.detach().to(device).contiguous()
-                if here
-                else torch.empty(value.shape, dtype=value.dtype, device=device)
-            )
+            if source == self._rank:
+                whole = self.whole(name, value.detach().to(device)).contiguous()
+            else:
+                whole = torch.empty(self.whole_shape(name, value), dtype=value.dtype, device=device)
             dist.broadcast(whole, group=group, group_src=source)
             full[key] = whole.cpu().clone()
         return full

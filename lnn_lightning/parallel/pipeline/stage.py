@@ -82,7 +82,7 @@ class WatchedStage(PipelineStage):
         """Takes the plans of the next step's micro-batches."""
         self._plans = plans
         if self._stage_meta.inputs is not None:
-            self._stage_meta.inputs = tuple(_meta(plans[0].info(key)) for key in plans[0].received(self.stage_index))
+            self._stage_meta.inputs = tuple(_meta(plans[0].wire(key)) for key in plans[0].received(self.stage_index))
             self._setup_forward_recv_info(len(plans), True)
             self._setup_forward_send_info()
             self._setup_backward_recv_info(len(plans))
@@ -92,7 +92,7 @@ class WatchedStage(PipelineStage):
         source = self.stage_index - 1
         for chunk, plan in enumerate(self._plans):
             self.args_recv_info[chunk] = tuple(
-                _RecvInfo(f"value {key} of stage {source}", source, None, _meta(plan.info(key)))
+                _RecvInfo(f"value {key} of stage {source}", source, None, _meta(plan.wire(key)))
                 for key in plan.received(self.stage_index)
             )
 
@@ -105,7 +105,7 @@ class WatchedStage(PipelineStage):
         target = self.stage_index + 1
         for chunk, plan in enumerate(self._plans):
             self.grad_recv_info[chunk] = tuple(
-                _RecvInfo(f"gradient {key} of stage {target}", target, None, _gradient_meta(plan.info(key)))
+                _RecvInfo(f"gradient {key} of stage {target}", target, None, _gradient_meta(plan.wire(key)))
                 for key in plan.sent(self.stage_index)
             )
 
@@ -127,7 +127,7 @@ class WatchedStage(PipelineStage):
 
     def _get_grad_send_meta(self, input_idx: int) -> _TensorMeta | None:
         keys = self._plans[0].received(self.stage_index)
-        return _gradient_meta(self._plans[0].info(keys[input_idx]))
+        return _gradient_meta(self._plans[0].wire(keys[input_idx]))
 
     @override
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
@@ -228,7 +228,7 @@ def _gradient_meta(info: TensorInfo) -> _TensorMeta | None:
 
 
 def _metas(plan: Plan, keys: Sequence[Key]) -> tuple[Tensor, ...]:
-    infos = [plan.info(key) for key in keys]
+    infos = [plan.wire(key) for key in keys]
     return tuple(
         torch.empty(info.shape, dtype=info.dtype, device="meta", requires_grad=info.requires_grad) for info in infos
     )

@@ -32,12 +32,14 @@ class LossCall:
         batch_leaf: number of the batch's leaf that the targets are a view of; None if they are computed.
         weighted: targets count by the weight of their class.
         inside: it is called within a unit, where its targets cannot be seen beforehand.
+        reads: unit outputs that its logits derive from.
     """
 
     ignore_index: int
     batch_leaf: int | None
     weighted: bool
     inside: bool
+    reads: frozenset[Any] = frozenset()
 
 
 class _Intercept(TorchFunctionMode):
@@ -63,7 +65,8 @@ def watch_losses(found: list[LossCall], batch_storages: dict[int, int], tracker:
     def note(func: Any, given: dict[str, Any]) -> Any:
         if not given["target"].dtype.is_floating_point:
             leaf = batch_storages.get(given["target"].untyped_storage()._cdata)
-            found.append(LossCall(given["ignore_index"], leaf, given["weight"] is not None, tracker.inside))
+            reads = frozenset(key for key in tracker.of(given["input"]) if isinstance(key, tuple))
+            found.append(LossCall(given["ignore_index"], leaf, given["weight"] is not None, tracker.inside, reads))
         return func(**given)
 
     with _Intercept(note):

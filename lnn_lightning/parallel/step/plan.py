@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lnn_lightning.parallel.step.trace import Call, Key, TensorInfo, Trace
 from lnn_lightning.parallel.step.tree import tree_flatten
+from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis
 
 
 @dataclass
@@ -23,6 +24,8 @@ class Plan:
         live: values each cut carries, see :func:`~lnn_lightning.parallel.pipeline.partition.live_values`.
         fake_mode: mode of the absent values.
         device: device of the values.
+        parts: unit outputs that tensor ranks hold parts of, with how.
+        axis: the tensor ranks.
     """
 
     trace: Trace
@@ -30,6 +33,8 @@ class Plan:
     live: tuple[tuple[Key, ...], ...]
     fake_mode: FakeTensorMode
     device: torch.device
+    parts: dict[Key, Spec] = field(default_factory=dict)
+    axis: TensorAxis | None = None
     _absent: dict[Key, Tensor] = field(default_factory=dict)
 
     @property
@@ -48,6 +53,15 @@ class Plan:
     def info(self, key: Key) -> TensorInfo:
         """Shape, dtype and gradient need of a live value."""
         return self.trace.calls[key[0]].outputs[key[1]]
+
+    def wire(self, key: Key) -> TensorInfo:
+        """The same of what is sent: a rank's part, where it holds one."""
+        info = self.info(key)
+        if (spec := self.parts.get(key)) is None or self.axis is None:
+            return info
+        shape = list(info.shape)
+        shape[spec.dim] = spec.local(self.axis.size)
+        return TensorInfo(tuple(shape), info.dtype, info.requires_grad)
 
     def last_call(self, stage: int) -> int | None:
         """Number of the last call of a stage; None if it has none."""

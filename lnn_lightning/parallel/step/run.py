@@ -22,6 +22,7 @@ from lnn_lightning.parallel.step.plan import Plan
 from lnn_lightning.parallel.step.randomness import reseed, seed_of
 from lnn_lightning.parallel.step.trace import Call, Key, TensorInfo
 from lnn_lightning.parallel.step.tree import tree_leaves
+from lnn_lightning.parallel.tensor.sharded import plain, whole, wholes, wrap
 
 ALL_ABSENT = -1
 """Stage number of a run in which every unit is absent."""
@@ -101,6 +102,7 @@ class _Run:
         for index, leaf in enumerate(tree_leaves(out)):
             key = (call.index, index)
             if isinstance(leaf, Tensor) and key in self.sent:
+                leaf = leaf if key in self.plan.parts else whole(leaf)
                 self.values[key] = leaf.clone() if key in self.plan.trace.mutated else leaf
 
 
@@ -202,8 +204,7 @@ class StepRunner:
             AbsentValueError: a unit of this stage is given a value that is not here.
         """
         values = {
-            key: tensor.clone() if key in plan.trace.mutated else tensor
-            for key, tensor in zip(plan.received(stage), received, strict=True)
+            key: self._incoming(plan, key, tensor) for key, tensor in zip(plan.received(stage), received, strict=True)
         }
         last_stage = stage == plan.num_stages - 1
         if not last_stage and plan.last_call(stage) is None:
@@ -222,7 +223,13 @@ class StepRunner:
                     f"(next would be {plan.trace.calls[run.count].unit!r}). A pipeline needs the same calls for every "
                     "batch of one shape."
                 )
-        return self._outgoing(plan, stage, values, received), result
+        return self._outgoing(plan, stage, values, received), wholes(result)
+
+    @staticmethod
+    def _incoming(plan: Plan, key: Key, tensor: Tensor) -> Tensor:
+        if (spec := plan.parts.get(key)) is not None and plan.axis is not None:
+            return wrap(tensor.view(tensor.shape), spec, plan.axis)
+        return tensor.clone() if key in plan.trace.mutated else tensor
 
     def _outgoing(
         self, plan: Plan, stage: int, values: dict[Key, Tensor], received: Sequence[Tensor]
@@ -230,7 +237,7 @@ class StepRunner:
         outgoing: list[Tensor] = []
         taken = {tensor.untyped_storage()._cdata for tensor in received}
         for key in plan.sent(stage):
-            value, info = values[key], plan.info(key)
+            value, info = plain(values[key]), plan.wire(key)
             self._check_sent(plan, stage, key, value, info)
             storage = value.untyped_storage()._cdata
             if value._is_view() or not value.is_contiguous() or storage in taken:

@@ -93,6 +93,8 @@ class Trace:
         glue_masks: glue code masks values that may be absent.
         mutates_batch: the step changes the batch in place.
         losses: mean cross entropies seen, with where their targets come from.
+        inputs: called unit -> the leaves it was first called with, and what builds ``(args, kwargs)`` from them; real
+            values where they follow from the batch alone, fake ones for results of other units.
         tail_error: why the tail could not be followed (None: it was).
     """
 
@@ -105,6 +107,7 @@ class Trace:
     glue_masks: bool = False
     mutates_batch: bool = False
     losses: list[LossCall] = field(default_factory=list)
+    inputs: dict[str, list[tuple[tuple[Any, ...], Unflatten]]] = field(default_factory=dict)
     tail_error: Exception | None = None
 
     @property
@@ -135,6 +138,7 @@ class _Recorder:
         self.root, self.groups, self.tracker, self.fake_mode, self.rules = root, groups, tracker, fake_mode, rules
         self.names = {id(p): name for name, p in root.named_parameters()}
         self.calls: list[Call] = []
+        self.inputs: dict[str, list[tuple[tuple[Any, ...], Unflatten]]] = {}
 
     def enter(self, name: str, unit: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tracker = self.tracker
@@ -149,6 +153,7 @@ class _Recorder:
         self.calls.append(call)
         dependencies = tracker.of((args, kwargs))
         leaves, unflatten = tree_flatten((args, kwargs))
+        self._note_inputs(name, leaves, unflatten)
         tracker.inside = True
         try:
             fakes = [self._fake(leaf) for leaf in leaves]
@@ -206,6 +211,12 @@ class _Recorder:
             self.rules[name] = rule
             inside.flops = rule.flops
             return out
+
+    def _note_inputs(self, name: str, leaves: list[Any], unflatten: Unflatten) -> None:
+        known = self.inputs.setdefault(name, [])
+        kinds = [[type(leaf) for leaf in other] for other, _ in known]
+        if [type(leaf) for leaf in leaves] not in kinds:
+            known.append((tuple(leaves), unflatten))
 
     def _fake(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
@@ -312,5 +323,6 @@ def trace_step(
         glue_masks=tracker.masks,
         mutates_batch=tracker.mutates_batch,
         losses=losses,
+        inputs=recorder.inputs,
         tail_error=error,
     )

@@ -1,1 +1,1 @@
-"""Layers whose parts live on several ranks: tensor parallelism in plain torch."""
+"""Tensor parallelism: planner, activations that know their shard, sharded layers, sequence parallelism."""

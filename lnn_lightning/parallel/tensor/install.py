@@ -1,0 +1,168 @@
+"""Cuts a module by its plan: parameters become this rank's parts, layers and units get their sharded forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lnn_lightning.parallel.step.standin import StandInParameter, is_stand_in
+from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, join_parts, take_part
+from lnn_lightning.parallel.tensor.layers import REPLICATE, Role
+from lnn_lightning.parallel.tensor.modules import (
+    LayerRole,
+    UnitPlan,
+    UnitState,
+    is_conv1d,
+    linear_forward,
+    multihead_forward,
+    sharding_suspended,
+    take_class,
+    unit_forward,
+)
+from lnn_lightning.parallel.tensor.plan import TensorPlan
+from lnn_lightning.parallel.tensor.planner import forward_with_rules
+
+
+class TensorSharding:
+    """A cut module on this rank.
+
+    Args:
+        root: the module, whole but for what lives on other pipeline stages.
+        plan: its plan.
+        axis: the tensor ranks.
+    """
+
+    def __init__(self, root: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
+        self.root, self.plan = root, plan
+        self.outside = replace(axis, inside=False)
+        self.inside = replace(axis, inside=True)
+        self._installed = False
+
+    def install(self) -> None:
+        """Cuts parameters in place (the objects stay) and takes the classes of layers and units."""
+        for name, parameter in self.root.named_parameters():
+            if (spec := self.plan.specs.get(name)) is not None and not is_stand_in(parameter):
+                parameter.data = self.part(spec, parameter.data)
+        for name, plan in self.plan.units.items():
+            unit = self.root.get_submodule(name)
+            if not all(is_stand_in(parameter) for parameter in unit.parameters()):
+                install_unit(unit, plan, self.inside, self.outside)
+        self._installed = True
+
+    def part(self, spec: Spec, whole: Tensor) -> Tensor:
+        """This rank's part of a whole parameter (or of its gradient or optimizer state), as a tensor of its own."""
+        return take_part(whole, spec, self.outside.size, self.outside.rank).clone(memory_format=torch.contiguous_format)
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """The whole of a parameter, gradient or state of this name from its parts. Collective over the tensor ranks."""
+        spec = self.plan.specs.get(name)
+        if spec is None or part.shape != self.local_shape(name):
+            return part
+        return join_parts(self.outside.all_gather(part.detach()), spec)
+
+    def local(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole parameter, gradient or state of this name."""
+        spec = self.plan.specs.get(name)
+        return whole if spec is None or tuple(whole.shape) != self.plan.shapes[name] else self.part(spec, whole)
+
+    def local_shape(self, name: str) -> torch.Size:
+        """Shape of a rank's part of a divided parameter."""
+        spec, shape = self.plan.specs[name], list(self.plan.shapes[name])
+        shape[spec.dim] = spec.local(self.outside.size)
+        return torch.Size(shape)
+
+    def sum_partial_gradients(self, gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
+        """Adds up the gradients of whole parameters that each rank used on its part alone; in few all-reduces.
+
+        Args:
+            gradient_of: the gradient that a parameter has on this rank (a sharded one's part).
+        """
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for name, parameter in self.root.named_parameters():
+            if name not in self.plan.partial or is_stand_in(parameter) or not parameter.requires_grad:
+                continue
+            gradient = gradient_of(parameter)
+            if gradient is None:
+                parameter.grad = gradient = torch.zeros_like(parameter)
+            by_kind.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+        for gradients in by_kind.values():
+            flat = torch._utils._flatten_dense_tensors(gradients)
+            dist.all_reduce(flat, group=self.outside.group)
+            for gradient, summed in zip(gradients, torch._utils._unflatten_dense_tensors(flat, gradients), strict=True):
+                gradient.copy_(summed)
+
+    @contextmanager
+    def whole_shapes(self) -> Iterator[None]:
+        """For tracing: divided parameters have their whole shape inside (no data), and modules their own forward."""
+        if not self._installed:
+            yield
+            return
+        saved: list[tuple[dict[str, Any], str, Tensor]] = []
+        names = {id(parameter): name for name, parameter in self.root.named_parameters()}
+        made: dict[str, Tensor] = {}
+        try:
+            for module in self.root.modules():
+                for key, parameter in list(module._parameters.items()):
+                    name = names.get(id(parameter))
+                    if parameter is None or name not in self.plan.specs or is_stand_in(parameter):
+                        continue
+                    assert name is not None
+                    if name not in made:
+                        made[name] = _blank(parameter, self.plan.shapes[name])
+                    saved.append((module._parameters, key, parameter))
+                    module._parameters[key] = made[name]  # type: ignore[assignment]
+            with sharding_suspended():
+                yield
+        finally:
+            for store, key, parameter in saved:
+                store[key] = parameter
+
+
+def _blank(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+    blank = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(shape)
+    return torch.Tensor._make_subclass(StandInParameter, blank, parameter.requires_grad)
+
+
+def install_unit(unit: nn.Module, plan: UnitPlan, inside: TensorAxis, outside: TensorAxis) -> None:
+    """Gives the layers of a unit, whose parameters are cut already, and the unit itself their sharded forms."""
+    bare: list[tuple[nn.Module, str, Role]] = []
+    shared: list[tuple[nn.Module, str]] = []
+    has_attention = False
+    owners = list(_owners(unit))
+    for module, key, name in owners:
+        role = plan.roles.get(name, REPLICATE)
+        if name in plan.partial:
+            shared.append((module, key))
+        if role == REPLICATE:
+            continue
+        is_linear = type(module).forward is nn.Linear.forward or (is_conv1d(module) and key == "weight")
+        if is_linear and "forward" not in vars(module) and role.kind in ("column", "row"):
+            module.lnn_layer = LayerRole(role, inside)  # type: ignore[assignment]
+            take_class(module, linear_forward)
+        elif type(module).forward is not linear_forward:
+            bare.append((module, key, role))
+    divided = {id(module) for module, _, name in owners if plan.roles.get(name, REPLICATE) != REPLICATE}
+    for module in unit.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            has_attention = True
+            reaches = {id(module), id(module.out_proj)}
+            if reaches & divided and forward_with_rules(module) is multihead_forward:
+                take_class(module, multihead_forward)
+    unit.lnn_unit = UnitState(plan, inside, outside, tuple(bare), tuple(shared), has_attention)  # type: ignore[assignment]
+    if type(unit).forward is not unit_forward:
+        take_class(unit, unit_forward)
+
+
+def _owners(unit: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """Every place a parameter of a unit is registered at: module, key there, and the parameter's first name."""
+    names = {id(parameter): name for name, parameter in unit.named_parameters()}
+    for module in unit.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, key, names[id(parameter)]

@@ -1,0 +1,412 @@
+"""Rules for arithmetic on parts: elementwise operations, products, reductions, normalisations, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, enter, reduce
+from lnn_lightning.parallel.tensor.randomness import forked_rng
+from lnn_lightning.parallel.tensor.sharded import (
+    RULES,
+    axis_of,
+    is_sharded,
+    like,
+    operand,
+    refused,
+    rule,
+    spec_of,
+    whole_shape,
+)
+
+T = Tensor
+Args = Sequence[Any]
+Kwargs = dict[str, Any]
+
+# ------------------------------------------------------------------ elementwise
+
+_ELEMENTWISE = """
+abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor bool byte
+cdouble ceil cfloat clamp clamp_max clamp_min clip clone conj copy conj_physical contiguous copysign cos cosh cpu cuda detach digamma
+div divide double eq erf erfc erfinv exp exp2 expm1 fill float float_power floor floor_divide fmax fmin fmod frac ge greater
+greater_equal gt half heaviside hypot int isclose isfinite isinf isnan le lerp less less_equal lgamma log log10 log1p log2
+logaddexp logical_and logical_not logical_or logical_xor logit long lt masked_fill maximum minimum mul multiply nan_to_num ne neg
+negative not_equal positive pow rad2deg real imag reciprocal relu remainder round rsqrt sgn short sigmoid sign signbit sin sinc
+sinh sqrt square sub subtract tan tanh true_divide trunc where xlogy bfloat16 zero
+celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu6 rrelu selu silu softplus softshrink
+softsign tanhshrink threshold
+__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__ __rfloordiv__ __mod__
+__rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__
+__rand__ __ror__ __rxor__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__
+""".split()
+_LIKE = ["zeros_like", "ones_like", "empty_like", "full_like"]
+_RANDOM_LIKE = ["rand_like", "randn_like", "bernoulli"]
+_DROPOUTS = [F.dropout, F.alpha_dropout, torch.dropout, torch.dropout_, torch.alpha_dropout, F.feature_alpha_dropout]
+
+
+def _functions(names: Sequence[str]) -> list[Any]:
+    spaces = (torch, T, F, torch.special, torch._C._nn)
+    found = [getattr(space, name, None) for name in names for space in spaces]
+    found += [getattr(space, f"{name}_", None) for name in names if not name.endswith("_") for space in spaces]
+    return [function for function in found if callable(function)]
+
+
+def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The same operation on parts, broadcast: whole operands are cut where they extend along the sharded dimension."""
+    if "out" in kwargs:
+        return NotImplemented
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    parts = [value for value in tensors if is_sharded(value)]
+    lead = max(parts, key=lambda value: value.ndim)
+    if len(tensors) == 1:
+        return _result(func(*args, **kwargs), spec_of(lead), lead)
+    spec, axis = spec_of(lead), axis_of(lead)
+    from_end = spec.dim - lead.ndim
+    for part in parts:
+        if part is not lead and (spec_of(part).dim - part.ndim, spec_of(part).sections) != (from_end, spec.sections):
+            return refused(func, lead)
+    if _is_residual(tensors, spec, from_end):
+        return NotImplemented
+    writes = _in_place(func)
+
+    def local(value: Any) -> Any:
+        if not isinstance(value, Tensor) or is_sharded(value):
+            return value
+        made = operand(value, from_end, spec, axis)
+        if made is None:
+            raise _DoesNotFit
+        return made
+
+    if writes and not is_sharded(args[0]):
+        return NotImplemented
+    try:
+        args, kwargs = [local(value) for value in args], {key: local(value) for key, value in kwargs.items()}
+    except _DoesNotFit:
+        return refused(func, lead)
+    result = func(*args, **kwargs)
+    if writes:
+        return args[0]
+    return _result(result, spec.at(result.ndim + from_end), lead)
+
+
+class _DoesNotFit(Exception):
+    pass
+
+
+def _in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+
+
+def _is_residual(tensors: Sequence[Tensor], spec: Spec, from_end: int) -> bool:
+    """Whether features are added to a whole activation: those of the residual stream are wanted whole."""
+    return (
+        from_end == -1
+        and not spec.sequence
+        and any(
+            not is_sharded(value) and value.requires_grad and not isinstance(value, nn.Parameter) and value.ndim > 1
+            and value.shape[-1] == spec.total
+            for value in tensors
+        )
+    )  # fmt: skip
+
+
+def _result(result: Any, spec: Spec, lead: Tensor) -> Any:
+    if not isinstance(result, Tensor) or is_sharded(result):
+        return result
+    return like(result, spec, lead)
+
+
+@rule(T.to, T.type_as, T.cpu, T.cuda)
+def _converted(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    if not is_sharded(args[0]):
+        return func(*args, **kwargs)  # its own shape stays: the other only tells dtype and device
+    return _result(func(*args, **kwargs), spec_of(args[0]), args[0])
+
+
+@rule(*_functions(_LIKE))
+def _made_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    return _result(func(*args, **kwargs), spec_of(args[0]), args[0])
+
+
+@rule(*_functions(_RANDOM_LIKE), *_DROPOUTS)
+def _random(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    value = args[0] if args else kwargs["input"]
+    with forked_rng(value.device, axis_of(value).rank):
+        result = func(*args, **kwargs)
+    return _result(result, spec_of(value), value)
+
+
+for _function in _functions(_ELEMENTWISE):
+    RULES.setdefault(_function, elementwise)
+
+# ------------------------------------------------------------------ reductions and what works along one dimension
+
+
+def _dims(args: Args, kwargs: Kwargs, ndim: int, position: int = 1) -> list[int] | None:
+    given = args[position] if len(args) > position else kwargs.get("dim", kwargs.get("axis"))
+    if given is None:
+        return None
+    return [dim % ndim for dim in ([given] if isinstance(given, int) else given)]
+
+
+def _shrunk(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
+    return spec if keepdim else spec.at(spec.dim - sum(dim < spec.dim for dim in dims))
+
+
+@rule(*_functions(["sum", "mean"]))
+def _sum(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    value = args[0] if args else kwargs["input"]
+    spec, axis = spec_of(value), axis_of(value)
+    if spec.padded(axis.size):
+        return refused(func, value)
+    dims = _dims(args, kwargs, value.ndim)
+    keepdim = bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
+    if dims is not None and spec.dim not in dims:
+        return like(func(*args, **kwargs), _shrunk(spec, dims, keepdim), value)
+    result = reduce(func(*args, **kwargs), axis)
+    return result / axis.size if func in (torch.mean, T.mean) else result
+
+
+@rule(
+    *_functions(["var", "std", "amax", "amin", "prod", "logsumexp", "argmax", "argmin", "norm", "any", "all", "nansum"])
+)
+def _reduced(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    value = args[0]
+    position = 2 if func in (torch.norm, T.norm) else 1
+    dims = _dims(args, kwargs, value.ndim, position)
+    if not dims or spec_of(value).dim in dims or any(isinstance(each, bool) for each in args):
+        return refused(func, value)
+    result = func(*args, **kwargs)
+    return like(result, _shrunk(spec_of(value), dims, bool(kwargs.get("keepdim", False))), value)
+
+
+@rule(*_functions(["softmax", "log_softmax", "softmin", "cumsum", "cumprod", "normalize", "glu", "tril", "triu"]))
+def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    value = args[0]
+    if func in (torch.tril, T.tril, torch.triu, T.triu):
+        dims: list[int] | None = [value.ndim - 1, value.ndim - 2]
+    else:
+        default = {"dim": 1} if func is F.normalize else {"dim": -1} if func is F.glu else {}
+        dims = _dims(args, {**default, **kwargs}, value.ndim, 2 if func is F.normalize else 1)
+    if func is F.glu and dims == [spec_of(value).dim]:
+        halves = RULES[torch.chunk](torch.chunk, (value, 2, dims[0]), {})
+        if halves is NotImplemented:
+            return NotImplemented
+        return elementwise(torch.mul, (halves[0], elementwise(torch.sigmoid, (halves[1],), {})), {})
+    if not dims or spec_of(value).dim in dims:
+        return refused(func, value)
+    return _result(func(*args, **kwargs), spec_of(value), value)
+
+
+@rule(*_functions(["topk", "sort", "max", "min", "var_mean", "std_mean", "median"]))
+def _pairs(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    value = args[0]
+    if len(args) > 1 and isinstance(args[1], Tensor):
+        return elementwise(func, args, kwargs)
+    if func in (torch.topk, T.topk, torch.sort, T.sort):
+        at = 2 if func in (torch.topk, T.topk) else 1
+        dims = _dims(args, {"dim": -1, **kwargs}, value.ndim, at)
+        keepdim = True
+    else:
+        dims = _dims(args, kwargs, value.ndim)
+        keepdim = bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
+    if not dims or spec_of(value).dim in dims:
+        return refused(func, value)
+    spec = _shrunk(spec_of(value), dims, keepdim)
+    result = func(*args, **kwargs)
+    parts = [like(each, spec, value) for each in result]
+    return type(result)(parts) if type(result) is not tuple else tuple(parts)
+
+
+# ------------------------------------------------------------------ normalisation
+
+
+@rule(F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
+def _layer_norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    if func in (F.rms_norm, torch.rms_norm):
+        names = ("input", "normalized_shape", "weight", "eps")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    value = given["input"]
+    if not is_sharded(value) or is_sharded(given.get("weight")):
+        return NotImplemented
+    spec, axis = spec_of(value), axis_of(value)
+    shape = given["normalized_shape"]
+    first = value.ndim - (1 if isinstance(shape, int) else len(shape))
+    if spec.dim < first:
+        for name in ("weight", "bias"):
+            if given.get(name) is not None:
+                given[name] = _whole_operand(given[name], axis)
+        return like(func(**given) if func in (F.layer_norm, F.rms_norm) else func(*given.values()), spec, value)
+    if first != value.ndim - 1 or spec.padded(axis.size):
+        return refused(func, value)
+    return _norm_of_features(value, spec, axis, given, centred="bias" in names)
+
+
+def _whole_operand(value: Tensor, axis: TensorAxis) -> Tensor:
+    """A whole operand that does not extend along the sharded dimension."""
+    made = operand(value, -value.ndim - 1, Spec(0, (1,)), axis)
+    assert made is not None
+    return made
+
+
+def _norm_of_features(value: Tensor, spec: Spec, axis: TensorAxis, given: Kwargs, centred: bool) -> Tensor:
+    """Layer norm (or RMS norm) over features that are divided: their sums are added up over the ranks."""
+    eps = given.get("eps")
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    eps = torch.finfo(value.dtype).eps if eps is None else eps
+    result = value.to(dtype)
+    total = spec.total
+
+    def mean(part: Tensor) -> Tensor:
+        added = reduce(part.sum(-1, keepdim=True), axis) / total
+        return enter(added, axis)
+
+    if centred:
+        result = result - mean(result)
+    result = result * torch.rsqrt(mean(result.square()) + eps)
+    for name, combine in (("weight", torch.mul), ("bias", torch.add)):
+        if given.get(name) is not None:
+            made = operand(given[name], -1, spec, axis)
+            assert made is not None
+            result = combine(result, made)
+    return like(result.to(value.dtype), spec, value)
+
+
+# ------------------------------------------------------------------ products
+
+
+@rule(*_functions(["matmul", "__matmul__", "__rmatmul__", "bmm", "mm"]))
+def _matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    left, right = [*args, *kwargs.values()]
+    if func is getattr(T, "__rmatmul__", None):
+        left, right = right, left
+    if min(left.ndim, right.ndim) < 2:
+        return refused(func, left if is_sharded(left) else right)
+    lead = left if is_sharded(left) else right
+    spec, axis = spec_of(lead), axis_of(lead)
+    from_end = spec.dim - lead.ndim
+    if is_sharded(left) and is_sharded(right):
+        other = spec_of(right)
+        other_end = other.dim - right.ndim
+        if from_end == other_end and from_end < -2 and other.sections == spec.sections:
+            out = torch.matmul(left, right)
+            return like(out, spec.at(out.ndim + from_end), lead)
+        if (from_end, other_end) == (-1, -2) and other.sections == spec.sections and not spec.padded(axis.size):
+            return reduce(torch.matmul(left, right), axis)
+        return refused(func, lead)
+    whole = right if lead is left else left
+    if from_end < -2:
+        made = operand(whole, from_end, spec, axis)
+    elif from_end == (-2 if lead is left else -1):  # a free dimension: the other is used by every rank
+        made = _whole_operand(whole, axis)
+    else:
+        return refused(func, lead)  # contracted
+    if made is None:
+        return refused(func, lead)
+    out = torch.matmul(*((left, made) if lead is left else (made, right)))
+    return like(out, spec.at(out.ndim + from_end), lead)
+
+
+@rule(torch.baddbmm, T.baddbmm)
+def _baddbmm(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    added, left, right = args[:3]
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    product = (
+        RULES[torch.matmul](torch.matmul, (left, right), {})
+        if is_sharded(left) or is_sharded(right)
+        else NotImplemented
+    )
+    if product is NotImplemented or not is_sharded(product):
+        return NotImplemented
+    product = elementwise(torch.mul, (product, alpha), {})
+    return product if beta == 0 else elementwise(torch.add, (product, added), {"alpha": beta})
+
+
+@rule(torch.einsum)
+def _einsum(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    equation, *tensors = args
+    if not isinstance(equation, str) or "." in equation:
+        return NotImplemented
+    tensors = list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
+    lead = next(value for value in tensors if is_sharded(value))
+    terms, arrow, output = equation.replace(" ", "").partition("->")
+    inputs = terms.split(",")
+    if not arrow or len(inputs) != len(tensors):
+        return NotImplemented
+    spec, axis = spec_of(lead), axis_of(lead)
+    letter = inputs[next(i for i, value in enumerate(tensors) if value is lead)][spec.dim]
+    local = []
+    for term, value in zip(inputs, tensors, strict=True):
+        if is_sharded(value):
+            if term[spec_of(value).dim] != letter or spec_of(value).sections != spec.sections:
+                return refused(func, lead)
+            local.append(value)
+            continue
+        made = (
+            operand(value, term.index(letter) - value.ndim, spec, axis)
+            if letter in term
+            else _whole_operand(value, axis)
+        )
+        if made is None:
+            return refused(func, lead)
+        local.append(made)
+    if letter not in output and spec.padded(axis.size):
+        return refused(func, lead)
+    result = torch.einsum(equation, *local)
+    return like(result, spec.at(output.index(letter)), lead) if letter in output else reduce(result, axis)
+
+
+@rule(F.linear)
+def _linear(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A whole weight on a part: right if its features are there; its gradients are partial."""
+    given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
+    value = given["input"]
+    if not is_sharded(value) or spec_of(value).dim == value.ndim - 1:
+        return refused(func, value) if is_sharded(value) else NotImplemented
+    axis = axis_of(value)
+    weight = _whole_operand(given["weight"], axis)
+    bias = None if given.get("bias") is None else _whole_operand(given["bias"], axis)
+    return like(F.linear(value, weight, bias), spec_of(value), value)
+
+
+# ------------------------------------------------------------------ attention
+
+
+@rule(F.scaled_dot_product_attention)
+def _attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    query, lead = given["query"], next(given[name] for name in names[:3] if is_sharded(given[name]))
+    spec, axis = spec_of(lead), axis_of(lead)
+    from_end = spec.dim - lead.ndim
+    if from_end > -3:
+        return refused(func, lead)
+    heads = query.shape[-3] if not is_sharded(query) else whole_shape(query)[-3]
+    for name in ("query", "key", "value"):
+        value = given[name]
+        if is_sharded(value):
+            if spec_of(value).dim - value.ndim != from_end:
+                return refused(func, lead)
+        elif from_end == -3 and given.get("enable_gqa") and value.shape[-3] % axis.size:
+            value = value.repeat_interleave(heads // value.shape[-3], -3)
+            given[name] = operand(value, from_end, Spec(0, (heads,)), axis)
+        else:
+            given[name] = operand(value, from_end, Spec(0, (value.shape[from_end],)), axis)
+        if given[name] is None:
+            return refused(func, lead)
+    if (mask := given.get("attn_mask")) is not None and not is_sharded(mask):
+        made = operand(mask, from_end, Spec(0, (heads if from_end == -3 else spec.total,)), axis)
+        if made is None:
+            return refused(func, lead)
+        given["attn_mask"] = made
+    result_spec = spec_of(query) if is_sharded(query) else spec.at(query.ndim + from_end)
+    if given.get("dropout_p"):
+        with forked_rng(lead.device, axis.rank):
+            return like(func(**given), result_spec, lead)
+    return like(func(**given), result_spec, lead)

@@ -1,0 +1,210 @@
+"""Activations that know which part of a whole they are.
+
+A :class:`Sharded` tensor is a rank's plain local part with a note of what it is a part of. Code written with global sizes
+goes on working: shapes are those of the whole, and each operation has a rule (``rules_*.py``) that does the right thing on
+the part. What has no rule gets the whole, gathered: right, only slower. The note travels with the tensor, so nothing depends
+on where an operation is called from, a recomputation in the backward included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.step.tree import tree_tensors
+from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, enter, gather, scatter, take_part
+from lnn_lightning.parallel.tensor.region import cached
+
+Rule = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+RULES: dict[Any, Rule] = {}
+"""Function -> what it does on parts; a rule may return NotImplemented."""
+
+
+class ShardingError(StepError):
+    """An operation on a rank's part that can neither be done there nor on the whole."""
+
+    def __init__(self, message: str, origins: frozenset[str] = frozenset()) -> None:
+        super().__init__(message)
+        self.origins = origins
+
+
+class Sharded(Tensor):
+    """A rank's part of a whole tensor."""
+
+    _spec: Spec
+    _axis: TensorAxis
+    _origins: frozenset[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rule = RULES.get(func)
+        if rule is None and getattr(func, "__name__", "") == "__get__":
+            rule = _plainly  # attributes of the tensor; those that tell a shape have a rule
+        with torch._C.DisableTorchFunctionSubclass():
+            result = rule(func, args, kwargs) if rule is not None else NotImplemented
+            if result is NotImplemented:
+                result = _on_wholes(func, args, kwargs)
+            elif (axis := _axis_of(args, kwargs)) is not None and axis.ledger is not None:
+                _pass_on_origins(result, args, kwargs)
+        return result
+
+
+def rule(*functions: Any) -> Callable[[Rule], Rule]:
+    """Registers a rule for functions."""
+
+    def register(function: Rule) -> Rule:
+        for each in functions:
+            RULES[each] = function
+        return function
+
+    return register
+
+
+def wrap(part: Tensor, spec: Spec, axis: TensorAxis, origins: frozenset[str] = frozenset()) -> Tensor:
+    """Notes on a fresh plain tensor that it is a part; the very object becomes :class:`Sharded`."""
+    part.__class__ = Sharded
+    part._spec, part._axis, part._origins = spec, axis, origins  # type: ignore[attr-defined]
+    return part
+
+
+def like(part: Tensor, spec: Spec, source: Tensor) -> Tensor:
+    """As :func:`wrap`, on the axis of another part."""
+    return wrap(part, spec, source._axis, source._origins)  # type: ignore[attr-defined]
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a value is a part."""
+    return isinstance(value, Sharded)
+
+
+def spec_of(value: Tensor) -> Spec:
+    """What a part is a part of."""
+    return value._spec  # type: ignore[attr-defined]
+
+
+def axis_of(value: Tensor) -> TensorAxis:
+    """The ranks that have the other parts."""
+    return value._axis  # type: ignore[attr-defined]
+
+
+def plain(value: Tensor) -> Tensor:
+    """The part itself, as an ordinary tensor."""
+    if not is_sharded(value):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.view(value.shape)
+
+
+def whole_shape(value: Tensor) -> list[int]:
+    """Shape of the whole; call where subclasses are disabled."""
+    shape = list(value.shape)
+    spec = spec_of(value)
+    shape[spec.dim] = spec.total
+    return shape
+
+
+def whole(value: Any) -> Any:
+    """The whole of a part, used alike on all ranks; gathered once for each part."""
+    if not is_sharded(value):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        version, gathered = value.__dict__.get("_whole", (None, None))
+        lacks_graph = (
+            gathered is not None and value.requires_grad and torch.is_grad_enabled() and not gathered.requires_grad
+        )
+        if gathered is None or lacks_graph or version != value._version:
+            gathered = gather(value, axis_of(value), spec_of(value))
+            value.__dict__["_whole"] = (value._version, gathered)
+    return gathered
+
+
+def wholes(tree: Any) -> Any:
+    """A nested structure with wholes in place of parts."""
+    return tree_map_only(Sharded, whole, tree)
+
+
+def operand(value: Tensor, from_end: int, spec: Spec, axis: TensorAxis) -> Tensor | None:
+    """A whole operand made fit for an operation on parts; None if its shape does not fit.
+
+    Args:
+        value: a whole tensor that is broadcast against parts.
+        from_end: the sharded dimension of the parts, counted from the end (negative).
+        spec: what the parts are.
+        axis: tensor ranks.
+    """
+    dim = value.ndim + from_end
+    stays_partial = not value.requires_grad or (axis.inside and isinstance(value, nn.Parameter))
+    if stays_partial and value.requires_grad and axis.ledger is not None:
+        axis.ledger.partial(value)
+    if dim < 0 or value.shape[dim] == 1:
+        return value if stays_partial else cached("enter", value, lambda: enter(value, axis))
+    if value.shape[dim] != spec.total:
+        return None
+    here = spec.at(dim)
+    if stays_partial:
+        return take_part(value, here, axis.size, axis.rank)
+    return cached(("scatter", here), value, lambda: scatter(value, axis, here))
+
+
+def refused(func: Any, value: Tensor, sections: Sequence[int] | None = None) -> Any:
+    """For rules: there is none for this case; tells a planner under which sections there would be."""
+    axis = axis_of(value)
+    if axis.ledger is not None and sections is not None:
+        axis.ledger.gathered(name_of(func), value._origins, tuple(sections))  # type: ignore[attr-defined]
+    return NotImplemented
+
+
+def name_of(func: Any) -> str:
+    """A function's name for people."""
+    return getattr(func, "__name__", str(func))
+
+
+def _plainly(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _axis_of(*trees: Any) -> TensorAxis | None:
+    for value in tree_tensors(trees):
+        if is_sharded(value):
+            return axis_of(value)
+    return None
+
+
+def _pass_on_origins(result: Any, *trees: Any) -> None:
+    origins = frozenset().union(*(value._origins for value in tree_tensors(trees) if is_sharded(value)))
+    for value in tree_tensors(result):
+        if is_sharded(value):
+            value._origins = value._origins | origins
+
+
+def _on_wholes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    name = name_of(func)
+    parts = [value for value in tree_tensors((args, kwargs)) if is_sharded(value)]
+    origins = frozenset().union(*(value._origins for value in parts))
+    if name in ("__reduce_ex__", "share_memory_") or (args and is_sharded(args[0]) and _writes(name)):
+        raise ShardingError(
+            f"`{name}` on an activation that is divided over the tensor ranks (whole shape {whole_shape(parts[0])}) is not "
+            "possible. Give the layers around it another role with `tensor_parallel_plan={'<layer>': 'replicate'}`, or use "
+            "an operation that is not in place.",
+            origins,
+        )
+    axis = axis_of(parts[0])
+    if axis.ledger is not None:
+        axis.ledger.gathered(name, origins, None)
+    args, kwargs = wholes((tuple(args), kwargs))
+    return func(*args, **kwargs)
+
+
+def _writes(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in (
+        "__setitem__",
+        "__iadd__",
+        "__imul__",
+        "__isub__",
+    )
