@@ -16,7 +16,7 @@ from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.exchange import agree
 from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Mesh
 from lnn_lightning.parallel.pipeline.forward import forward_only
-from lnn_lightning.parallel.pipeline.ownership import Ownership, find_ownership
+from lnn_lightning.parallel.pipeline.ownership import Ownership, find_ownership, original_of
 from lnn_lightning.parallel.pipeline.partition import partition
 from lnn_lightning.parallel.pipeline.plans import PlanBook
 from lnn_lightning.parallel.pipeline.probe import LossForm, find_loss_form
@@ -150,9 +150,11 @@ class PipelineEngine:
     def _plan_tensor(self, trace: Trace) -> TensorPlan | None:
         if self.mesh.size(TENSOR) == 1:
             return None
-        settings = self.settings
+        settings, called = self.settings, list(dict.fromkeys(trace.names))
+        twins = {name: twin for name in self.book.units.names if (twin := original_of(name, called)) is not None}
+        twins = {name: twin for name, twin in twins.items() if name not in called}
         return plan_module(
-            self.root, trace, self.mesh.size(TENSOR), settings.sequence_parallel, settings.tensor_parallel_plan
+            self.root, trace, self.mesh.size(TENSOR), settings.sequence_parallel, twins, settings.tensor_parallel_plan
         )
 
     def _divide(self, plan: TensorPlan, trace: Trace) -> None:

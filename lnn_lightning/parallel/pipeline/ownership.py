@@ -49,7 +49,7 @@ def find_ownership(root: nn.Module, units: Units, trace: Trace, stage_of: Sequen
     called = [name for name in units.names if of_unit[name]]
     for name in units.names:
         if not of_unit[name]:
-            twin = _original_of(name, called)
+            twin = original_of(name, called)
             of_unit[name] = set(of_unit[twin]) if twin is not None else {previous}
         previous = max(of_unit[name])
     inside: dict[int, set[int]] = {}
@@ -69,7 +69,7 @@ def find_ownership(root: nn.Module, units: Units, trace: Trace, stage_of: Sequen
     return ownership
 
 
-def _original_of(name: str, called: Sequence[str]) -> str | None:
+def original_of(name: str, called: Sequence[str]) -> str | None:
     """The called unit of the same name in another place: ``model.layers.1`` for ``ema.layers.1``."""
     _, _, rest = name.partition(".")
     twins = [other for other in called if rest and other.partition(".")[2] == rest]

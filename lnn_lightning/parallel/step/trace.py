@@ -216,7 +216,10 @@ class _Recorder:
         known = self.inputs.setdefault(name, [])
         kinds = [[type(leaf) for leaf in other] for other, _ in known]
         if [type(leaf) for leaf in leaves] not in kinds:
-            known.append((tuple(leaves), unflatten))
+            self.tracker.inside = True
+            detached = [leaf.detach().requires_grad_(leaf.requires_grad) if _has_graph(leaf) else leaf for leaf in leaves]
+            self.tracker.inside = False
+            known.append((tuple(detached), unflatten))
 
     def _fake(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
@@ -261,6 +264,10 @@ class _Recorder:
             self.tracker.add(fresh, frozenset({(call.index, index)}))
             result.append(fresh)
         return call.unflatten(result)
+
+
+def _has_graph(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.grad_fn is not None
 
 
 def trace_step(
