@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from lnn_lightning.parallel.step.run import StepRunner
 from lnn_lightning.parallel.step.trace import Trace
 from lnn_lightning.parallel.step.units import find_units
 from lnn_lightning.parallel.tensor.axis import TensorAxis
+from lnn_lightning.parallel.tensor.check import agreed_failures, check_units
 from lnn_lightning.parallel.tensor.install import TensorSharding
 from lnn_lightning.parallel.tensor.plan import TensorPlan, plan_module
 
@@ -143,23 +145,33 @@ class PipelineEngine:
         agree(error, world, comm_device)
         self.residence.make_equal()
         if tensor is not None:
-            self._divide(tensor, trace)
+            with torch.set_grad_enabled(training), nullcontext() if training else evaluating(self.root):
+                self._divide(tensor, trace)
         with torch.set_grad_enabled(training):
             return self.book.cut_plan(trace, stage_of, device)
 
-    def _plan_tensor(self, trace: Trace) -> TensorPlan | None:
+    def _plan_tensor(self, trace: Trace, vetoed: Mapping[str, str] | None = None) -> TensorPlan | None:
         if self.mesh.size(TENSOR) == 1:
             return None
         settings, called = self.settings, list(dict.fromkeys(trace.names))
         twins = {name: twin for name in self.book.units.names if (twin := original_of(name, called)) is not None}
         twins = {name: twin for name, twin in twins.items() if name not in called}
         return plan_module(
-            self.root, trace, self.mesh.size(TENSOR), settings.sequence_parallel, twins, settings.tensor_parallel_plan
+            self.root, trace, self.mesh.size(TENSOR), settings.sequence_parallel, twins, settings.tensor_parallel_plan, vetoed
         )
 
     def _divide(self, plan: TensorPlan, trace: Trace) -> None:
         """Cuts the parameters on this rank over the tensor ranks."""
         axis = TensorAxis(self.mesh.size(TENSOR), self.mesh.rank(TENSOR), self.mesh.group(TENSOR))
+        vetoed: dict[str, str] = {}
+        while failed := agreed_failures(check_units(self.root, plan, trace, axis, self._communication_device())):
+            vetoed |= failed
+            for problem in dict.fromkeys(failed.values()):
+                units = [name for name, each in failed.items() if each == problem]
+                _warn_once(f"{', '.join(units)}: not divided over the tensor ranks: {problem}.")
+            again = self._plan_tensor(trace, vetoed)
+            assert again is not None
+            plan = again
         self.residence.tensor = self.book.tensor = TensorSharding(self.root, plan, axis)
         self.residence.tensor.install()
 
@@ -311,6 +323,11 @@ class PipelineEngine:
         if dist.get_backend() == "gloo":
             return torch.device("cpu")
         return torch.device(self.mesh.device_mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _warn_once(message: str) -> None:
+    if dist.get_rank() == 0:
+        warnings.warn(message, stacklevel=3)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from lnn_lightning.parallel.step.randomness import is_random, seed_of, seed_torch
+from lnn_lightning.parallel.step.randomness import current_forks, is_random, seed_of, seed_torch
 from lnn_lightning.parallel.step.tree import tree_tensors
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ class GlueMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if is_random(func):
             self._count += 1
-            seed = seed_of(self._seed, self._count)
+            seed = seed_of(self._seed, self._count, *current_forks())
             seed_torch(seed, self._device)
             if (generator := kwargs.get("generator")) is not None:
                 generator.manual_seed(seed)

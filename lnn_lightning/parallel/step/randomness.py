@@ -59,6 +59,24 @@ def reseed(seed: int, device: torch.device) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+_forks: list[int] = []
+
+
+@contextmanager
+def forked_as(rank: int) -> Iterator[None]:
+    """Random operations inside are those of one tensor rank: seeds of their own for whoever seeds them."""
+    _forks.append(rank)
+    try:
+        yield
+    finally:
+        _forks.pop()
+
+
+def current_forks() -> tuple[int, ...]:
+    """Ranks of the :func:`forked_as` contexts around."""
+    return tuple(_forks)
+
+
 def is_random(func: Any) -> bool:
     """Whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags

@@ -135,6 +135,7 @@ def install_unit(unit: nn.Module, plan: UnitPlan, inside: TensorAxis, outside: T
     shared: list[tuple[nn.Module, str]] = []
     has_attention = False
     owners = list(_owners(unit))
+    inner = {id(module.out_proj) for module in unit.modules() if isinstance(module, nn.MultiheadAttention)}
     for module, key, name in owners:
         role = plan.roles.get(name, REPLICATE)
         if name in plan.partial:
@@ -142,7 +143,8 @@ def install_unit(unit: nn.Module, plan: UnitPlan, inside: TensorAxis, outside: T
         if role == REPLICATE:
             continue
         is_linear = type(module).forward is nn.Linear.forward or (is_conv1d(module) and key == "weight")
-        if is_linear and "forward" not in vars(module) and role.kind in ("column", "row"):
+        is_linear = is_linear and "forward" not in vars(module) and id(module) not in inner
+        if is_linear and role.kind in ("column", "row"):
             module.lnn_layer = LayerRole(role, inside)  # type: ignore[assignment]
             take_class(module, linear_forward)
         elif type(module).forward is not linear_forward:

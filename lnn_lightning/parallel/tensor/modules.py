@@ -48,7 +48,9 @@ def is_conv1d(module: nn.Module) -> bool:
 
 @cache
 def _subclass(base: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__})
+    made = type(base.__name__, (base,), {"__module__": base.__module__, "__doc__": base.__doc__})
+    type.__setattr__(made, "forward", forward)  # behind what `__init_subclass__` of the base does to forwards
+    return made
 
 
 def take_class(module: nn.Module, forward: Callable[..., Any]) -> None:

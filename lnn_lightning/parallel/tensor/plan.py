@@ -62,6 +62,7 @@ def plan_module(
     trace: Trace,
     size: int,
     sequence: bool,
+    twins: Mapping[str, str],
     given: Mapping[str, str] | None = None,
     vetoed_units: Mapping[str, str] | None = None,
 ) -> TensorPlan:
@@ -72,6 +73,7 @@ def plan_module(
         trace: the traced step.
         size: number of tensor ranks.
         sequence: keep values between units sharded along their tokens where possible.
+        twins: unit that the step does not call (an average of weights, say) -> the called unit it is a copy of.
         given: the user's ``tensor_parallel_plan``: glob of module names -> role.
         vetoed_units: units that must not be divided, with the reason.
 
@@ -96,7 +98,21 @@ def plan_module(
                 vetoed |= dict.fromkeys(units, f"{name!r} is used by it and by others in different ways")
             fixed[name] = REPLICATE
     _check_given(root, wanted, plan, size)
+    for twin, original in twins.items():
+        if original in plan.units:
+            _plan_twin(root, names, twin, original, plan)
     return plan
+
+
+def _plan_twin(root: nn.Module, names: Mapping[int, str], twin: str, original: str, plan: TensorPlan) -> None:
+    """Divides a copy as its original: what goes from one to the other does so part by part."""
+    source, copy = root.get_submodule(original), dict(root.get_submodule(twin).named_parameters())
+    plan.units[twin] = plan.units[original]
+    for name, parameter in source.named_parameters():
+        spec = plan.specs.get(names[id(parameter)])
+        if spec is not None and name in copy and copy[name].shape == parameter.shape:
+            plan.specs.setdefault(names[id(copy[name])], spec)
+            plan.shapes.setdefault(names[id(copy[name])], tuple(parameter.shape))
 
 
 def _planned(
@@ -133,7 +149,7 @@ def _planned(
             plan.units[unit_name] = found
             decided |= {local[name]: role for name, role in found.roles.items() if name in local}
         for name, first in local.items():
-            spec = _spec_of(found, name) if found is not None else None
+            spec = local_spec(found, name) if found is not None else None
             users.setdefault(first, []).append((unit_name, spec, found is not None and name in found.partial))
     parameters = dict(root.named_parameters())
     conflicts: dict[str, list[str]] = {}
@@ -220,7 +236,8 @@ def _large(root: nn.Module, names: Mapping[int, str]) -> set[str]:
     return large | {names[key] for key, count in owners.items() if count > 1 and key in names}
 
 
-def _spec_of(plan: UnitPlan, name: str) -> Spec | None:
+def local_spec(plan: UnitPlan, name: str) -> Spec | None:
+    """Part of a unit's parameter (named within the unit) that a rank has."""
     if name in plan.roles:
         return plan.roles[name].weight_spec(name in plan.transposed)
     weight = plan.biases.get(name)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from lnn_lightning.parallel.step.leftovers import nothing_left_behind
 from lnn_lightning.parallel.step.tree import Unflatten, tree_leaves
 from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, take_part
 from lnn_lightning.parallel.tensor.layers import REPLICATE, Role
@@ -201,7 +202,7 @@ class UnitPlanner:
 
     def plan(self, sequence: bool) -> tuple[UnitPlan | None, str]:
         """The cheapest plan found, and a word on why; None where nothing is divided."""
-        with swapped_classes(self.unit), on_meta(self.unit) as self.names:
+        with self._tried():
             best, forced = self._search()
             if best.error is not None:
                 return None, _reason(best.error)
@@ -213,11 +214,16 @@ class UnitPlanner:
                 plan = self._along_tokens(plan, best, forced)
             return plan, ""
 
+    @contextmanager
+    def _tried(self) -> Iterator[None]:
+        with swapped_classes(self.unit), on_meta(self.unit) as self.names, nothing_left_behind(self.unit):
+            yield
+
     def agrees(self, plan: UnitPlan | None) -> bool:
         """Whether a unit like this one's plan is right for this one: its code may take another way."""
         if plan is None:
             return True
-        with swapped_classes(self.unit), on_meta(self.unit) as self.names:
+        with self._tried():
             trial = self._trial(plan.roles, plan if plan.sequence is not None else None)
             made = self._made(trial)
         return trial.error is None and (made.roles, made.partial, made.biases) == (

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lnn_lightning.parallel.step.randomness import forked_as
 from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, enter, reduce
 from lnn_lightning.parallel.tensor.randomness import forked_rng
 from lnn_lightning.parallel.tensor.sharded import (
@@ -136,7 +137,7 @@ def _made_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
 @rule(*_functions(_RANDOM_LIKE), *_DROPOUTS)
 def _random(func: Any, args: Args, kwargs: Kwargs) -> Any:
     value = args[0] if args else kwargs["input"]
-    with forked_rng(value.device, axis_of(value).rank):
+    with forked_as(axis_of(value).rank), forked_rng(value.device, axis_of(value).rank):
         result = func(*args, **kwargs)
     return _result(result, spec_of(value), value)
 
@@ -407,6 +408,6 @@ def _attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
         given["attn_mask"] = made
     result_spec = spec_of(query) if is_sharded(query) else spec.at(query.ndim + from_end)
     if given.get("dropout_p"):
-        with forked_rng(lead.device, axis.rank):
+        with forked_as(axis.rank), forked_rng(lead.device, axis.rank):
             return like(func(**given), result_spec, lead)
     return like(func(**given), result_spec, lead)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from torch import nn
 
 from lnn_lightning.parallel.tensor.layers import REPLICATE
@@ -26,9 +28,8 @@ def tensor_table(root: nn.Module, plan: TensorPlan) -> str:
         rows.append((_label(names), str(REPLICATE), f"{reason}; {held:,} parameters are on every tensor rank"))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row[:2], widths, strict=True)), row[2]]) for row in rows]
-    whole = sum(parameter.numel() for parameter in root.parameters())
-    parameters = dict(root.named_parameters())
-    divided = sum(_numel(plan.shapes.get(name, tuple(parameters[name].shape))) for name in plan.specs)
+    divided = sum(map(prod, plan.shapes.values()))
+    whole = divided + sum(each.numel() for name, each in root.named_parameters() if name not in plan.specs)
     title = f"Tensor layout: {plan.size} ranks, {divided / max(whole, 1):.0%} of the parameters divided"
     tokens = sum(each.sequence is not None for each in plan.units.values())
     if tokens:
@@ -38,13 +39,6 @@ def tensor_table(root: nn.Module, plan: TensorPlan) -> str:
 
 def _usual(kind: str) -> str:
     return {"column": "outputs divided", "row": "inputs divided, results added up", "vocabulary": "rows divided"}.get(kind, "")
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _alike(plan: TensorPlan) -> list[tuple[list[str], UnitPlan]]:
