@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, ReduceOp
 
@@ -49,7 +50,7 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: ProcessGroup) -> Tensor:
         total = value.contiguous().clone()
-        dist.all_reduce(total, group=group)
+        all_reduce(total, group)
         return total
 
     @staticmethod
@@ -81,7 +82,7 @@ class _CrossEntropy(torch.autograd.Function):
         exp = shifted.exp_()
         sums.append(exp.sum(dim))
         reduced = torch.stack(sums)
-        dist.all_reduce(reduced, group=part.group)
+        all_reduce(reduced, part.group)
         log_sum = reduced[-1].log()
         share = torch.full_like(log_sum, 1.0 - smoothing)
         if weight is not None:
@@ -183,6 +184,12 @@ sharded_softmax = _Softmax.apply
 whole_logsumexp = _LogSumExp.apply
 
 
+def all_reduce(value: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType = ReduceOp.SUM) -> None:
+    """In place. Fake tensors (values absent on this pipeline stage) have shapes only: nothing is sent for them."""
+    if not isinstance(value, FakeTensor):
+        dist.all_reduce(value, op, group)
+
+
 def wide(value: Tensor) -> Tensor:
     """In fp32 at least."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
@@ -213,7 +220,7 @@ def _shifted(logits: Tensor, part: VocabularyPart, dim: int, finite: bool = Fals
     shape = [1 if d == dim else n for d, n in enumerate(logits.shape)]
     highest = here.amax(dim, keepdim=True) if part.real else here.new_full(shape, -torch.inf)
     highest = highest.contiguous()
-    dist.all_reduce(highest, ReduceOp.MAX, part.group)
+    all_reduce(highest, part.group, ReduceOp.MAX)
     if finite:
         highest = highest.masked_fill(highest.isinf(), 0.0)
     return here - highest, highest
@@ -221,7 +228,7 @@ def _shifted(logits: Tensor, part: VocabularyPart, dim: int, finite: bool = Fals
 
 def _summed(value: Tensor, part: VocabularyPart) -> Tensor:
     value = value.contiguous()
-    dist.all_reduce(value, group=part.group)
+    all_reduce(value, part.group)
     return value
 
 

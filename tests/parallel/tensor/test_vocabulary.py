@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lnn_lightning.parallel.tensor import vocabulary
 from lnn_lightning.parallel.tensor.vocabulary import VocabularyPart, vocabulary_part
@@ -381,6 +382,19 @@ def _communication(compare: Compare, group: Any) -> dict[str, list[int]]:
             if value.requires_grad:
                 value.sum().backward()
         seen[name] = sizes
+    with FakeTensorMode(allow_non_fake_inputs=True), _Counted() as sizes:
+        fake = torch.zeros(5, part.size, requires_grad=True)
+        whole = vocabulary.embedding(torch.zeros(5, dtype=torch.int64), torch.zeros(part.size, 3), part)
+        for value in (
+            vocabulary.cross_entropy(fake, target, part, label_smoothing=0.1),
+            vocabulary.nll_loss(fake, target, part, reduction="none"),
+            vocabulary.log_softmax(fake, part),
+            vocabulary.logsumexp(fake, part),
+            whole,
+        ):
+            assert isinstance(value, FakeTensor)
+        assert vocabulary.argmax(fake, part).shape == (5,) and whole.shape == (5, 3)
+        seen["absent values"] = sizes
     return seen
 
 
@@ -404,6 +418,7 @@ def test_as_on_the_whole_vocabulary(ranks: int) -> None:
             "logsumexp": [5, 5, -1],
             "argmax": [2 * 5, 5, -1],
             "embedding": [5 * (12 // ranks), -1],
+            "absent values": [],
         }, "only what one class is worth travels; nothing in the backward of a loss"
 
 
