@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,12 +32,16 @@ class PlanBook:
         units: its units.
         num_stages: stages of the pipeline.
         observer: mutes the step while it is traced.
+
+    Attributes:
+        whole_shapes: makes a context in which parameters of which this rank holds a piece have their whole shapes.
     """
 
     def __init__(self, root: nn.Module, units: Units, num_stages: int, observer: StepObserver) -> None:
         self.root, self.units, self.num_stages = root, units, num_stages
         self.groups = unit_groups(root, units)
         self.tracing = False
+        self.whole_shapes: Callable[[], AbstractContextManager[None]] = nullcontext
         self._observer = observer
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._rules: dict[str, ShapeRule] = {}
@@ -59,6 +63,7 @@ class PlanBook:
         self.tracing = True
         try:
             with (
+                self.whole_shapes(),
                 preserved_rng(device),
                 preserved_generators(self.root),
                 no_backward() if self.num_stages > 1 else nullcontext(),
@@ -66,9 +71,9 @@ class PlanBook:
                 trace = trace_step(
                     self.root, self.groups, step, own_copy(batch), self._observer.muted, self._rules, self.fake_mode
                 )
+                self._check_end(trace)
         finally:
             self.tracing = False
-        self._check_end(trace)
         return trace
 
     def _check_end(self, trace: Trace) -> None:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lnn_lightning.parallel.data.shards import whole_of
+from lnn_lightning.parallel.data.sharding import Sharding
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.layout import DATA, PIPELINE, Mesh
 from lnn_lightning.parallel.pipeline.ownership import Ownership
@@ -33,6 +35,7 @@ class Residence:
         self.root, self.ownership, self.placement, self.mesh, self._book = root, ownership, placement, mesh, book
         self._rank = mesh.rank(PIPELINE)
         self._guards: list[Any] = []
+        self.sharding: Sharding | None = None
         self._ranks = {
             name: tuple(sorted({placement.rank_of(stage) for stage in stages}))
             for name, stages in ownership.tensors.items()
@@ -103,9 +106,17 @@ class Residence:
     def counts_here(self, parameter: nn.Parameter) -> bool:
         """Whether this rank is the one that counts a parameter, where several hold it."""
         if not hasattr(self, "_counted"):
-            named = {id(p): name for name, p in self.root.named_parameters()}
-            self._counted = {key for key, name in named.items() if self.ranks_of(name)[0] == self._rank}
+            self._counted = {
+                key for key, name in self.names_by_id().items() if self.ranks_of(name)[0] == self._rank
+            }
         return id(parameter) in self._counted
+
+    def names_by_id(self) -> dict[int, str]:
+        """``id(parameter)`` -> its first name, for the module's parameters and the pieces that optimizers hold."""
+        names = {id(parameter): name for name, parameter in self.root.named_parameters()}
+        if self.sharding is not None:
+            names |= {id(shard.local): shard.name for shard in self.sharding.shards}
+        return names
 
     def sum_shared_gradients(self) -> None:
         """Adds up the gradients of parameters that several ranks of the pipeline use."""
@@ -154,7 +165,7 @@ class Residence:
             source = ranks[-1] if name is not None and name not in parameters else ranks[0]
             here = source == self._rank
             whole = (
-                value.detach().to(device).contiguous()
+                whole_of(value, device)
                 if here
                 else torch.empty(value.shape, dtype=value.dtype, device=device)
             )
