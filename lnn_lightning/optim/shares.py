@@ -1,11 +1,10 @@
 """ZeRO 1: each data rank updates a part of the parameters, and holds the optimizer state of that part only.
 
-The user's own optimizer object stays: its groups are reduced to what this rank updates, and behind each of its steps the
-owners send the new values to the others. Parameters are dealt out whole, the largest first to whoever has least, so
-that any optimizer is right, also those that look at a whole matrix (LARS, Muon, Shampoo). ``torch``'s
-ZeroRedundancyOptimizer and fairscale's OSS build a new optimizer from a class and defaults instead: schedulers that were
-given the user's optimizer then move one that nobody steps, and optimizers with arguments per group or of another
-signature cannot be built.
+The user's own optimizer object stays: its groups are reduced to what this rank updates, and behind each of its steps
+the owners send the new values to the others. Parameters are dealt out whole, the largest first to whoever has least,
+so that any optimizer is right, also those that look at a whole matrix (LARS, Muon, Shampoo). ``torch``'s
+ZeroRedundancyOptimizer and fairscale's OSS build a new optimizer from a class and defaults instead: schedulers that
+were given the user's optimizer then move one that nobody steps, and optimizers of another signature cannot be built.
 
 Where parameters are sharded already (ZeRO 2 and 3) the groups get this rank's pieces as plain tensors, and nothing is
 sent; what stays whole there is dealt out as in ZeRO 1.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -73,14 +73,13 @@ def data_axis(data_parallel_size: int | Sequence[int] | Literal["auto"]) -> tupl
     """
     if isinstance(data_parallel_size, str) or not isinstance(data_parallel_size, Sequence):
         return data_parallel_size, 1
-    pair = tuple(data_parallel_size)
+    pair: Any = tuple(data_parallel_size)
     if len(pair) != 2 or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in pair):
         raise LayoutError(
             "`data_parallel_size` must be a whole number, 'auto', or a pair (replicate, shard) of whole numbers of at "
             f"least 1, got {data_parallel_size!r}."
         )
-    replicate, shard = pair
-    return replicate * shard, replicate
+    return pair[0] * pair[1], pair[0]
 
 
 def resolve_layout(

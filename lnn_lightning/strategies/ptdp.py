@@ -27,7 +27,7 @@ from lnn_lightning.parallel.pipeline.engine import PipelineEngine, PipelineSetti
 from lnn_lightning.parallel.pipeline.schedules import place
 from lnn_lightning.parallel.pipeline.table import layout_table
 from lnn_lightning.parallel.step.batch import batch_size_of
-from lnn_lightning.parallel.step.standin import convert_module, has_stand_ins, is_stand_in
+from lnn_lightning.parallel.step.standin import convert_module, has_stand_ins
 from lnn_lightning.precision import MeshAgreement, loss_scale, mesh_precision
 from lnn_lightning.strategies.data import DataHooks
 from lnn_lightning.strategies.effects import set_metric_group

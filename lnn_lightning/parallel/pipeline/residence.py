@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lnn_lightning.parallel.data.shards import whole_of
 from lnn_lightning.parallel.data.sharding import Sharding
+from lnn_lightning.parallel.data.shards import whole_of
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.layout import DATA, PIPELINE, Mesh
 from lnn_lightning.parallel.pipeline.ownership import Ownership
@@ -106,9 +106,7 @@ class Residence:
     def counts_here(self, parameter: nn.Parameter) -> bool:
         """Whether this rank is the one that counts a parameter, where several hold it."""
         if not hasattr(self, "_counted"):
-            self._counted = {
-                key for key, name in self.names_by_id().items() if self.ranks_of(name)[0] == self._rank
-            }
+            self._counted = {key for key, name in self.names_by_id().items() if self.ranks_of(name)[0] == self._rank}
         return id(parameter) in self._counted
 
     def names_by_id(self) -> dict[int, str]:
@@ -164,11 +162,7 @@ class Residence:
             ranks = self.ranks_of(name) if name is not None else (0,)
             source = ranks[-1] if name is not None and name not in parameters else ranks[0]
             here = source == self._rank
-            whole = (
-                whole_of(value, device)
-                if here
-                else torch.empty(value.shape, dtype=value.dtype, device=device)
-            )
+            whole = whole_of(value, device) if here else torch.empty(value.shape, dtype=value.dtype, device=device)
             dist.broadcast(whole, group=group, group_src=source)
             full[key] = whole.cpu().clone()
         return full

@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-
 _kept: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
 
