@@ -34,17 +34,18 @@ def shard_units(
         mesh: data ranks, or replicate x shard.
         settings: the stage of ZeRO.
     """
-    units = {
-        stage: shardable_units(root, [name for name in names if ownership.units[name] == {stage}], trace)
-        for stage in stages
-    }
-    keep = {name for name, where in ownership.tensors.items() if len(where) > 1}
-    parameters = {name for name, _ in root.named_parameters()}
-    chosen = [name for stage_units in units.values() for name in stage_units]
-    return Sharding(root, units, whole_parameters(root, chosen, trace, keep & parameters), mesh, settings)
+    parameters = dict(root.named_parameters())
+    shared = {name for name, where in ownership.tensors.items() if len(where) > 1 and name in parameters}
+    groups = {}
+    for stage in stages:
+        units = called_pieces(root, [name for name in names if ownership.units[name] == {stage}], trace)
+        groups[stage] = groups_of(root, units, {id(parameters[name]) for name in shared})
+    chosen = [group for stage_groups in groups.values() for group in stage_groups]
+    reasons = dict.fromkeys(shared, "several stages hold it") | whole_parameters(root, chosen, trace)
+    return Sharding(root, groups, reasons, mesh, settings)
 
 
-def shardable_units(root: nn.Module, names: Sequence[str], trace: Trace) -> list[str]:
+def called_pieces(root: nn.Module, names: Sequence[str], trace: Trace) -> list[str]:
     """What to shard as one of these units: the unit, or the pieces of it that are called one by one.
 
     Args:
@@ -65,40 +66,51 @@ def shardable_units(root: nn.Module, names: Sequence[str], trace: Trace) -> list
     return [name for name in found if any(True for _ in root.get_submodule(name).parameters())]
 
 
-def whole_parameters(root: nn.Module, units: Sequence[str], trace: Trace, keep: set[str]) -> dict[str, str]:
-    """Parameters that must stay whole on every data rank, by their first names, and why.
+def groups_of(root: nn.Module, units: Sequence[str], apart: set[int]) -> list[list[str]]:
+    """Units that share parameters (tied embeddings) are sharded as one, but for those in ``apart`` (by id)."""
+    groups: list[tuple[list[str], set[int]]] = []
+    for unit in units:
+        own = {id(parameter) for parameter in root.get_submodule(unit).parameters()} - apart
+        joined = [group for group in groups if group[1] & own]
+        names = [name for group in joined for name in group[0]] + [unit]
+        groups = [group for group in groups if not group[1] & own]
+        groups.append((names, own.union(*(group[1] for group in joined))))
+    return [names for names, _ in groups]
+
+
+def whole_parameters(root: nn.Module, groups: Sequence[Sequence[str]], trace: Trace) -> dict[str, str]:
+    """Parameters of units that must stay whole on every data rank, by their first names, and why.
 
     Args:
         root: the module.
-        units: modules to be sharded.
+        groups: names of the modules to shard, those sharded as one together.
         trace: the traced step.
-        keep: names of parameters that other stages hold too.
     """
     names = {id(parameter): name for name, parameter in root.named_parameters()}
-    reasons = {name: "several stages hold it" for name in keep}
-    glue = {*trace.tail_parameters, *trace.everywhere}
-    for call in trace.calls:
-        glue |= call.glue_parameters
-    users: dict[int, set[str]] = {}
-    inside: set[int] = set()
-    for unit in units:
-        parameters = list(root.get_submodule(unit).parameters())
-        dtypes = Counter(parameter.dtype for parameter in parameters if parameter.is_floating_point())
-        common = dtypes.most_common(1)[0][0] if dtypes else None
-        for parameter in parameters:
-            users.setdefault(id(parameter), set()).add(unit)
-            inside.add(id(parameter))
-            name = names[id(parameter)]
-            if name in glue:
-                reasons[name] = "code outside of its module uses it"
-            elif parameter.dim() == 0 or parameter.numel() == 0 or not parameter.is_contiguous():
-                reasons[name] = "it is a scalar, empty or not contiguous"
-            elif parameter.dtype != common or parameter.is_complex():
-                reasons[name] = "its dtype differs from the rest of its block"
-    for name, parameter in root.named_parameters():
-        if len(users.get(id(parameter), ())) > 1:
-            reasons[name] = "several blocks share it"
+    every_name: dict[int, list[str]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
-        if id(parameter) in inside and not any(name.startswith(unit + ".") for unit in users[id(parameter)]):
-            reasons[names[id(parameter)]] = "several modules share it"
+        every_name.setdefault(id(parameter), []).append(name)
+    glue = {*trace.tail_parameters, *trace.everywhere}.union(*(call.glue_parameters for call in trace.calls))
+    changed = {trace.calls[index].unit for index, _ in trace.mutated}
+    in_place = {call.unit for call in trace.calls if call.in_place}
+    reasons: dict[str, str] = {}
+    for group in groups:
+        parameters = {id(p): p for unit in group for p in root.get_submodule(unit).parameters()}
+        dtypes = Counter(p.dtype for p in parameters.values() if p.is_floating_point())
+        common = dtypes.most_common(1)[0][0] if dtypes else None
+        prefixes = tuple(f"{unit}." for unit in group)
+        for key, parameter in parameters.items():
+            # torch's hooks sit on what goes in and comes out
+            if in_place.intersection(group):
+                reasons[names[key]] = "its block changes its inputs in place"
+            elif changed.intersection(group):
+                reasons[names[key]] = "what its block returns is changed in place"
+            elif names[key] in glue:
+                reasons[names[key]] = "code outside of its module uses it"
+            elif not all(name.startswith(prefixes) for name in every_name[key]):
+                reasons[names[key]] = "a module that is not called by itself shares it"
+            elif parameter.dim() == 0 or parameter.numel() == 0 or not parameter.is_contiguous():
+                reasons[names[key]] = "it is a scalar, empty or not contiguous"
+            elif parameter.dtype != common:
+                reasons[names[key]] = "its dtype differs from the rest of its block"
     return reasons

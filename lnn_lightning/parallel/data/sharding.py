@@ -62,8 +62,8 @@ class Sharding:
 
     Args:
         root: the module; its tensors are on their device.
-        units: stage -> names of the modules to shard.
-        whole: names of parameters that stay whole.
+        groups: stage -> names of the modules to shard, those that share parameters together.
+        whole: names of parameters that stay whole, with the reason.
         mesh: data ranks, or replicate x shard.
         settings: which stage of ZeRO, and when to free whole parameters.
     """
@@ -71,7 +71,7 @@ class Sharding:
     def __init__(
         self,
         root: nn.Module,
-        units: Mapping[int, Sequence[str]],
+        groups: Mapping[int, Sequence[Sequence[str]]],
         whole: Mapping[str, str],
         mesh: DeviceMesh,
         settings: ZeroSettings,
@@ -89,22 +89,28 @@ class Sharding:
         self._units: dict[int, dict[str, FSDPModule]] = {}
         self._roots: dict[int, FSDPModule] = {}
         self._hooks: list[tuple[nn.Module, str, int]] = []
-        for stage, stage_units in units.items():
+        self._members: dict[str, Sequence[str]] = {}
+        for stage, stage_groups in groups.items():
             self._units[stage] = {}
-            for unit in stage_units:
-                module = root.get_submodule(unit)
-                own = [names[id(p)] for p in module.parameters() if p not in ignored and names[id(p)] not in of_unit]
+            for group in stage_groups:
+                modules = [root.get_submodule(name) for name in group]
+                found = {p: None for module in modules for p in module.parameters() if p not in ignored}
+                own = [names[id(p)] for p in found]
                 if not own:
                     continue
+                unit = group[0]
+                self._members[unit] = group
                 of_unit |= dict.fromkeys(own, unit)
                 dtype = parameters[own[0]].dtype
                 policy = MixedPrecisionPolicy(
                     reduce_dtype=torch.float32 if dtype in (torch.float16, torch.bfloat16) else None,
                     cast_forward_inputs=False,
                 )
-                self._units[stage][unit] = self._shard(module, mesh, policy, ignored)
+                self._units[stage][unit] = self._shard(modules, mesh, policy, ignored)
             if self._units[stage]:
-                holder = _Holder([module for module in self._units[stage].values() if isinstance(module, nn.Module)])
+                holder = _Holder(
+                    [root.get_submodule(name) for unit in self._units[stage] for name in self._members[unit]]
+                )
                 unsharded = {p for p in holder.parameters() if not isinstance(p, DTensor)}
                 self._roots[stage] = fully_shard(holder, mesh=mesh, ignored_params=unsharded)
                 self._roots[stage]._get_fsdp_state()._lazy_init()
@@ -117,21 +123,22 @@ class Sharding:
         self.link()
 
     def _shard(
-        self, module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter]
+        self, modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter]
     ) -> FSDPModule:
-        before = {*module._forward_pre_hooks, *module._forward_hooks}
+        before = {key for module in modules for key in (*module._forward_pre_hooks, *module._forward_hooks)}
         fully_shard(
-            module,
+            modules if len(modules) > 1 else modules[0],
             mesh=mesh,
             mp_policy=policy,
             ignored_params=ignored,
             reshard_after_forward=self.settings.stage == 3,
         )
-        keep_inside(module, [key for key in module._forward_hooks if key not in before])
-        for store in ("_forward_pre_hooks", "_forward_hooks"):
-            self._hooks += [(module, store, key) for key in getattr(module, store) if key not in before]
-        assert isinstance(module, FSDPModule)
-        return module
+        for module in modules:
+            keep_inside(module, [key for key in module._forward_hooks if key not in before])
+            for store in ("_forward_pre_hooks", "_forward_hooks"):
+                self._hooks += [(module, store, key) for key in getattr(module, store) if key not in before]
+        assert isinstance(modules[0], FSDPModule)
+        return modules[0]
 
     def link(self) -> None:
         """The optimizers' views follow the module's parameters and gradients."""
@@ -171,14 +178,16 @@ class Sharding:
                         group.reduce_grads = group.reshard_after_backward = True
                         group.post_backward()
                         group.finalize_backward()
-            state = self._roots[stage]._get_fsdp_state() if stage in self._roots else None
-            if state is not None:
-                state._state_ctx.iter_forward_root = None
-                state._comm_ctx.post_forward_order.clear()
+            if stage in self._roots:
+                self._roots[stage].reset_iter_state()
             for module in modules.values():
-                for group in module._get_fsdp_state()._fsdp_param_groups:
-                    group._post_forward_indices.clear()
                 module.reshard()
+
+    def abandon(self) -> None:
+        """After an error half-way through a step: parameters are sharded again, gradients made so far are lost."""
+        for root in self._roots.values():
+            root.reset_iter_state()
+        self.forget()
 
     def forget(self) -> None:
         """Drops gradients that were not reduced: of an accumulation window that was broken off."""
@@ -194,12 +203,15 @@ class Sharding:
 
     def used_outside(self, trace: Trace) -> dict[str, str]:
         """Sharded parameters that a step uses other than by a call of their module -> who uses them."""
-        units = [unit for modules in self._units.values() for unit in modules]
         of = {shard.name: shard.unit for shard in self.shards}
         found: dict[str, str] = {name: "the end of the step" for name in (*trace.tail_parameters, *trace.everywhere)}
         for call in trace.calls:
             found |= dict.fromkeys(call.glue_parameters, f"the code before {call.unit!r}")
-            run = {unit for unit in units if unit == call.unit or unit.startswith(call.unit + ".")}
+            run = {
+                unit
+                for unit, members in self._members.items()
+                if any(member == call.unit or member.startswith(call.unit + ".") for member in members)
+            }
             own = call.parameters - call.glue_parameters
             found |= {name: repr(call.unit) for name in own if name in of and of[name] not in run}
         return {name: user for name, user in found.items() if name in of}
@@ -212,7 +224,7 @@ class Sharding:
         """
         for name, user in self.used_outside(trace).items():
             raise StepError(
-                f"{kind} uses {name!r} outside of {self._unit_of(name)!r}, in {user}, which the step that the "
+                f"{kind} uses {name!r} outside of {self._unit_of(name)!r} in {user}, which the step that the "
                 "parameters were sharded for did not. Call the module instead, or use `zero_stage=1`."
             )
 

@@ -67,5 +67,5 @@ def whole_of(tensor: Tensor, device: torch.device | str | None = None) -> Tensor
     padded = piece.new_zeros((rows, *tensor.shape[1:]))
     padded[: piece.shape[0]].copy_(piece)
     whole = piece.new_empty((rows * size, *tensor.shape[1:]))
-    dist.all_gather_into_tensor(whole, padded, group=mesh.get_group(mesh.ndim - 1))
+    dist.all_gather_single(whole, padded, group=mesh.get_group(mesh.ndim - 1))
     return whole[: tensor.shape[0]].contiguous()

@@ -157,7 +157,10 @@ class PipelineEngine:
 
     def shard(self, settings: ZeroSettings) -> None:
         """ZeRO 2 and 3: shards this rank's units over the data ranks; call when parameters are on their device."""
-        if self.sharding is not None or not settings.shards_parameters or self.mesh.layout.shard_size == 1:
+        if self.sharding is not None:
+            self.sharding.link()
+            return
+        if not settings.shards_parameters or self.mesh.layout.shard_size == 1:
             return
         self.sharding = self.residence.sharding = shard_units(
             self.root, self.book.units.names, self.stages, self.ownership, self._trace, self.mesh.sharding, settings
@@ -221,10 +224,14 @@ class PipelineEngine:
                     stage.load(current.plans)
                 index = torch.arange(len(current.plans))
                 schedule.step(mb=index, target=index, losses=[], return_outputs=False)
+            if self.sharding is not None:
+                self.sharding.finish(sync)
+        except BaseException:
+            if self.sharding is not None:
+                self.sharding.abandon()
+            raise
         finally:
             self._current = None
-        if self.sharding is not None:
-            self.sharding.finish(sync)
         if sync:
             if self._replica is not None:
                 self._replica.finish()
@@ -281,9 +288,10 @@ class PipelineEngine:
             return self._forward_step(kind, step, batch, device)
         # what is gathered in inference mode could not be trained with
         with torch.inference_mode(False), torch.no_grad():
-            result = self._forward_step(kind, step, batch, device)
-            self.sharding.finish(sync=False)
-        return result
+            try:
+                return self._forward_step(kind, step, batch, device)
+            finally:
+                self.sharding.finish(sync=False)
 
     def _forward_step(self, kind: str, step: Step, batch: Any, device: torch.device) -> StepResult:
         parts = self.split(batch, training=False)
