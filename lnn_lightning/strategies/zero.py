@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
@@ -31,6 +33,16 @@ def refuse_unsplittable(optimizer: Optimizer, check: Callable[[Optimizer], str |
         raise StepError(
             f"{type(optimizer).__name__} cannot update sharded parameters: {reason} Use `zero_stage=1`, which shards "
             "the optimizer state by whole parameters and is right for every optimizer."
+        )
+
+
+def _warn_of_low_precision_state(optimizer: Optimizer) -> None:
+    low = {p.dtype for group in optimizer.param_groups for p in group["params"]} & {torch.float16, torch.bfloat16}
+    if low and any("betas" in group for group in optimizer.param_groups):
+        dtype = str(low.pop()).removeprefix("torch.")
+        rank_zero_warn(
+            f"{type(optimizer).__name__} keeps its moments in {dtype}, as the parameters are: small changes of them "
+            "are rounded away. `precision='bf16-mixed'` keeps parameters and moments in fp32 and computes in bf16."
         )
 
 
@@ -61,6 +73,8 @@ class ZeroHooks(CheckpointHooks):
             for optimizer in self.optimizers
         ]
         self._keep_own_parameters()
+        for optimizer in self.optimizers:
+            _warn_of_low_precision_state(optimizer)
         self.optimizers = self.optimizers  # Lightning's wrappers copy the attributes of what they wrap
 
     def _keep_own_parameters(self) -> None:

@@ -42,7 +42,9 @@ def shard_units(
         groups[stage] = groups_of(root, units, {id(parameters[name]) for name in shared})
     chosen = [group for stage_groups in groups.values() for group in stage_groups]
     reasons = dict.fromkeys(shared, "several stages hold it") | whole_parameters(root, chosen, trace)
-    return Sharding(root, groups, reasons, mesh, settings)
+    sharding = Sharding(root, groups, reasons, mesh, settings)
+    sharding.prefetch(trace)
+    return sharding
 
 
 def called_pieces(root: nn.Module, names: Sequence[str], trace: Trace) -> list[str]:

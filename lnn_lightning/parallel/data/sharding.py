@@ -140,6 +140,26 @@ class Sharding:
         assert isinstance(modules[0], FSDPModule)
         return modules[0]
 
+    def prefetch(self, trace: Trace) -> None:
+        """Backward gathers ahead in the order of the traced calls.
+
+        Torch's own order is that of the last forwards: the first block of a micro-batch would call the last one of the
+        micro-batch before, which may have had its last backward.
+        """
+        for modules in self._units.values():
+            order = dict.fromkeys(unit for call in trace.calls for unit in self._called(call.unit) if unit in modules)
+            units = list(order)
+            for before, unit in zip(units[:1] + units, units, strict=False):  # the first: itself, which does nothing
+                modules[unit].set_modules_to_backward_prefetch([modules[before]])
+
+    def _called(self, name: str) -> list[str]:
+        """Sharded units that a call of a module runs."""
+        return [
+            unit
+            for unit, members in self._members.items()
+            if any(member == name or member.startswith(name + ".") for member in members)
+        ]
+
     def link(self) -> None:
         """The optimizers' views follow the module's parameters and gradients."""
         for shard in self.shards:
@@ -207,11 +227,7 @@ class Sharding:
         found: dict[str, str] = {name: "the end of the step" for name in (*trace.tail_parameters, *trace.everywhere)}
         for call in trace.calls:
             found |= dict.fromkeys(call.glue_parameters, f"the code before {call.unit!r}")
-            run = {
-                unit
-                for unit, members in self._members.items()
-                if any(member == call.unit or member.startswith(call.unit + ".") for member in members)
-            }
+            run = self._called(call.unit)
             own = call.parameters - call.glue_parameters
             found |= {name: repr(call.unit) for name in own if name in of and of[name] not in run}
         return {name: user for name, user in found.items() if name in of}
