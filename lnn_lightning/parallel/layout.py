@@ -6,9 +6,9 @@ neighbours on one host, pipeline stages are far apart (PTD-P, Narayanan et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,11 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lnn_lightning.parallel.errors import LayoutError
 
 PIPELINE, DATA, TENSOR = AXES = ("pipeline_parallel", "data_parallel", "tensor_parallel")
+HYBRID = ("data_replicate", "data_shard")
 
 
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the mesh axes; their product is the number of processes.
+
+    ``data_replicas``: the data axis falls into this many groups of neighbours, each of which holds the sharded state
+    once (hybrid sharding).
 
     Raises:
         LayoutError: a size is not a positive whole number.
@@ -29,11 +33,21 @@ class Layout:
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     tensor_parallel_size: int = 1
+    data_replicas: int = 1
 
     def __post_init__(self) -> None:
         for axis, size in zip(AXES, self.shape, strict=True):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise LayoutError(f"`{axis}_size` must be a whole number of at least 1, got {size!r}.")
+        if self.data_parallel_size % self.data_replicas:
+            raise LayoutError(
+                f"{self.data_parallel_size} data ranks cannot be divided into {self.data_replicas} equal groups."
+            )
+
+    @property
+    def shard_size(self) -> int:
+        """Data ranks that share one copy of the sharded state."""
+        return self.data_parallel_size // self.data_replicas
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -51,10 +65,27 @@ class Layout:
         return (pipeline * data_size + data) * tensor_size + tensor
 
 
+def data_axis(data_parallel_size: int | Sequence[int] | Literal["auto"]) -> tuple[int | Literal["auto"], int]:
+    """Size of the data axis and number of replicas from ``n``, ``"auto"`` or a pair ``(replicate, shard)``.
+
+    Raises:
+        LayoutError: it is none of these.
+    """
+    if isinstance(data_parallel_size, str) or not isinstance(data_parallel_size, Sequence):
+        return data_parallel_size, 1
+    pair: Any = tuple(data_parallel_size)
+    if len(pair) != 2 or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in pair):
+        raise LayoutError(
+            "`data_parallel_size` must be a whole number, 'auto', or a pair (replicate, shard) of whole numbers of at "
+            f"least 1, got {data_parallel_size!r}."
+        )
+    return pair[0] * pair[1], pair[0]
+
+
 def resolve_layout(
     world_size: int,
     pipeline_parallel_size: int = 1,
-    data_parallel_size: int | Literal["auto"] = "auto",
+    data_parallel_size: int | Sequence[int] | Literal["auto"] = "auto",
     tensor_parallel_size: int = 1,
 ) -> Layout:
     """Fills in ``data_parallel_size="auto"`` and checks the sizes against the number of processes.
@@ -63,7 +94,8 @@ def resolve_layout(
         LayoutError: the axes do not divide, or do not multiply to, ``world_size``.
     """
     model_parallel = Layout(pipeline_parallel_size, 1, tensor_parallel_size).world_size
-    if data_parallel_size == "auto":
+    size, replicas = data_axis(data_parallel_size)
+    if size == "auto":
         if world_size % model_parallel:
             raise LayoutError(
                 f"{world_size} processes cannot be divided into pipeline_parallel_size={pipeline_parallel_size} x "
@@ -71,11 +103,11 @@ def resolve_layout(
                 f"Start {model_parallel} processes (or a multiple) with `Trainer(devices=..., num_nodes=...)`, or "
                 "change the sizes."
             )
-        data_parallel_size = world_size // model_parallel
-    layout = Layout(pipeline_parallel_size, data_parallel_size, tensor_parallel_size)
+        size = world_size // model_parallel
+    layout = Layout(pipeline_parallel_size, size, tensor_parallel_size, replicas)
     if layout.world_size != world_size:
         raise LayoutError(
-            f"pipeline_parallel_size={pipeline_parallel_size} x data_parallel_size={data_parallel_size} x "
+            f"pipeline_parallel_size={pipeline_parallel_size} x data_parallel_size={size} x "
             f"tensor_parallel_size={tensor_parallel_size} needs {layout.world_size} processes, but {world_size} run. "
             "Change `Trainer(devices=..., num_nodes=...)`, or leave `data_parallel_size='auto'`."
         )
@@ -84,16 +116,35 @@ def resolve_layout(
 
 @dataclass
 class Mesh:
-    """The layout on real processes: this rank's place and the process groups along each axis."""
+    """The layout on real processes: this rank's place and the process groups along each axis.
+
+    ``sharding`` is the data axis alone, or for hybrid sharding the two axes replicate x shard it consists of.
+    """
 
     layout: Layout
     device_mesh: DeviceMesh
+    sharding: DeviceMesh
     _shared_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     @classmethod
     def create(cls, layout: Layout, device_type: str) -> Mesh:
         """Builds the device mesh. Collective over all processes; the default process group must exist."""
-        return cls(layout, init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES))
+        mesh = init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES)
+        if layout.data_replicas == 1:
+            return cls(layout, mesh, mesh[DATA])
+        shape = (
+            layout.pipeline_parallel_size,
+            layout.data_replicas,
+            layout.shard_size,
+            layout.tensor_parallel_size,
+        )
+        hybrid = init_device_mesh(device_type, shape, mesh_dim_names=(PIPELINE, *HYBRID, TENSOR))
+        return cls(layout, mesh, hybrid[HYBRID])
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """Data ranks that share one copy of the sharded state; all data ranks unless sharding is hybrid."""
+        return self.sharding.get_group(self.sharding.ndim - 1)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Process group of the ranks that differ from this one only along ``axis``."""

@@ -20,7 +20,7 @@ from lnn_lightning.checkpoint import (
     tensor_names,
 )
 from lnn_lightning.checkpoint.distributed import CheckpointError
-from lnn_lightning.parallel.layout import PIPELINE
+from lnn_lightning.parallel.data.shards import is_sharded, piece_of, sharded_like
 from lnn_lightning.strategies.mesh import MeshStrategy
 
 _OURS = "lnn_lightning"
@@ -38,6 +38,8 @@ class CheckpointHooks(MeshStrategy):
         def engine(self) -> PipelineEngine:  # noqa: D102 - the strategy has it
             ...
 
+        def _keep_own_parameters(self) -> None: ...
+
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
@@ -54,13 +56,17 @@ class CheckpointHooks(MeshStrategy):
         """State by parameter name, and the groups with the names of all their parameters."""
         assert self.lightning_module is not None
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        names = self.engine.residence.names_by_id()
+        parameters = dict(self.lightning_module.named_parameters())
         index = [_plain(each) for each in self.optimizers].index(plain)
         groups = [
             {**{k: v for k, v in group.items() if k != "params"}, "params": own}
             for group, own in zip(plain.param_groups, self._group_names[index], strict=True)
         ]
-        state = {names[id(p)]: dict(values) for p, values in plain.state.items()}
+        state = {
+            names[id(p)]: {leaf: _whole_leaf(value, p, parameters[names[id(p)]]) for leaf, value in values.items()}
+            for p, values in plain.state.items()
+        }
         return {"state": state, "param_groups": groups}
 
     @override
@@ -78,8 +84,8 @@ class CheckpointHooks(MeshStrategy):
             for name, state in optimizer["state"].items():
                 for leaf, value in state.items():
                     _sort_in(f"optimizer.{index}.{name}.{leaf}", value, tensors, values)
-        everyones: list[Any] = [None] * self.mesh.size(PIPELINE)
-        dist.all_gather_object(everyones, values, group=self.mesh.group(PIPELINE))
+        everyones: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyones, values)
         engine = self.engine
         checkpoint[_OURS] = {
             "format": 1,
@@ -115,11 +121,15 @@ class CheckpointHooks(MeshStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         own = set(self.engine.residence.own_keys())
-        given = {key: value for key, value in checkpoint["state_dict"].items() if key in own}
+        now = self.lightning_module.state_dict()
+        given = {
+            key: sharded_like(piece_of(value, now[key]), now[key]) if is_sharded(now.get(key)) else value
+            for key, value in checkpoint["state_dict"].items()
+            if key in own
+        }
         result = self.lightning_module.load_state_dict(given, strict=False)
         missing = [key for key in result.missing_keys if key in own]
-        known = set(self.lightning_module.state_dict())
-        unexpected = [key for key in checkpoint["state_dict"] if key not in known]
+        unexpected = [key for key in checkpoint["state_dict"] if key not in now]
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"The checkpoint does not fit {type(self.lightning_module).__name__} (rank {self.global_rank}): "
@@ -144,10 +154,10 @@ class CheckpointHooks(MeshStrategy):
             self._put_optimizer_state(_plain(optimizer), by_name, groups)
 
     def _read_optimizer(self, path: Path, index: int, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """State of the parameters on this rank."""
-        assert self.lightning_module is not None
+        """State of the parameters that this rank updates."""
         prefix = f"optimizer.{index}."
-        own = {name for name, _ in self.lightning_module.named_parameters() if self.engine.residence.lives_here(name)}
+        names = self.engine.residence.names_by_id()
+        own = {names[id(p)] for group in _plain(self.optimizers[index]).param_groups for p in group["params"]}
         entries = [key for key in [*tensor_names(path), *values] if key.startswith(prefix)]
         wanted = {key: key.removeprefix(prefix).rsplit(".", 1) for key in entries}
         wanted = {key: parts for key, parts in wanted.items() if parts[0] in own}
@@ -171,19 +181,21 @@ class CheckpointHooks(MeshStrategy):
         for group in groups[len(optimizer.param_groups) :]:
             for name in group["params"]:
                 parameters[name].requires_grad_(True)
-            own = [parameters[name] for name in group["params"] if self.engine.residence.lives_here(name)]
-            optimizer.add_param_group({**group, "params": own})
-            self._group_names[index].append(list(group["params"]))
+            optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
+        self._keep_own_parameters()
 
     def _put_optimizer_state(self, optimizer: Optimizer, by_name: Mapping[str, Any], groups: list[Any]) -> None:
         assert self.lightning_module is not None
-        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        names = self.engine.residence.names_by_id()
+        parameters = dict(self.lightning_module.named_parameters())
         local = optimizer.state_dict()
         numbered = {}
         for group, numbers in zip(optimizer.param_groups, local["param_groups"], strict=True):
             for parameter, number in zip(group["params"], numbers["params"], strict=True):
                 if (name := names[id(parameter)]) in by_name:
-                    numbered[number] = by_name[name]
+                    numbered[number] = {
+                        leaf: _own_part(value, parameters[name]) for leaf, value in by_name[name].items()
+                    }
         merged = [
             {**saved, "params": mine["params"]} for saved, mine in zip(groups, local["param_groups"], strict=True)
         ]
@@ -192,6 +204,20 @@ class CheckpointHooks(MeshStrategy):
 
 def _plain(optimizer: Any) -> Optimizer:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def _whole_leaf(value: Any, held: Tensor, parameter: Tensor) -> Any:
+    """A leaf of optimizer state as the module has the parameter: of a piece's state, a sharded tensor."""
+    if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == held.shape:
+        return sharded_like(value, parameter)
+    return value
+
+
+def _own_part(value: Any, parameter: Tensor) -> Any:
+    """This rank's part of a whole leaf of optimizer state."""
+    if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
+        return piece_of(value, parameter)
+    return value
 
 
 def _sort_in(key: str, value: Any, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ class MeshStrategy(ParallelStrategy):
 
     Args:
         pipeline_parallel_size: pipeline ranks.
-        data_parallel_size: data ranks; ``"auto"``: what the other axes leave.
+        data_parallel_size: data ranks; ``"auto"``: what the other axes leave; a pair: replicate x shard.
         tensor_parallel_size: tensor ranks.
         process_group_backend: backend of ``torch.distributed``; None: nccl on CUDA, gloo on CPU.
         timeout: how long a collective may take before the job ends with an error.
@@ -42,7 +42,7 @@ class MeshStrategy(ParallelStrategy):
     def __init__(
         self,
         pipeline_parallel_size: int = 1,
-        data_parallel_size: int | str = "auto",
+        data_parallel_size: int | tuple[int, int] | str = "auto",
         tensor_parallel_size: int = 1,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,

@@ -16,25 +16,26 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
-from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lnn_lightning.parallel.data.settings import ZeroSettings
+from lnn_lightning.parallel.data.shards import is_sharded
 from lnn_lightning.parallel.errors import LayoutError, StepError
 from lnn_lightning.parallel.exchange import agree
-from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Layout
+from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Layout, data_axis
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine, PipelineSettings
 from lnn_lightning.parallel.pipeline.schedules import place
 from lnn_lightning.parallel.pipeline.table import layout_table
 from lnn_lightning.parallel.step.batch import batch_size_of
-from lnn_lightning.parallel.step.standin import convert_module, has_stand_ins, is_stand_in
+from lnn_lightning.parallel.step.standin import convert_module, has_stand_ins
 from lnn_lightning.parallel.tensor.table import tensor_table
 from lnn_lightning.precision import MeshAgreement, loss_scale, mesh_precision
-from lnn_lightning.strategies.checkpoints import CheckpointHooks
 from lnn_lightning.strategies.data import DataHooks
 from lnn_lightning.strategies.effects import set_metric_group
-from lnn_lightning.strategies.manual import SEVERAL_OPTIMIZERS, computing_step
+from lnn_lightning.strategies.manual import computing_step
 from lnn_lightning.strategies.peek import peek_batch
 from lnn_lightning.strategies.steps import LightningObserver, StepDriver
+from lnn_lightning.strategies.zero import ZeroHooks
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ _LOSS_FORM = {
 }
 
 
-class PTDPStrategy(CheckpointHooks, DataHooks):
+class PTDPStrategy(ZeroHooks, DataHooks):
     """Trains an unmodified LightningModule on a mesh of pipeline and data ranks.
 
     The module's ``training_step`` is traced once; its blocks are cut into stages, and from then on every rank runs the
@@ -63,7 +64,9 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
     from there (docs/architecture.md). PTD-P: Narayanan et al. 2021, arXiv 2104.04473.
 
     Args:
-        data_parallel_size: ranks that see different data; ``"auto"``: what the other axes leave.
+        data_parallel_size: ranks that see different data; ``"auto"``: what the other axes leave. A pair
+            ``(replicate, shard)``: that many groups of so many ranks, each group holding the state that ``zero_stage``
+            shards once (hybrid sharding: gathers stay within a group).
         tensor_parallel_size: ranks that share each layer.
         pipeline_parallel_size: ranks that the blocks are spread over.
         schedule: order of forwards and backwards: ``naive`` (one micro-batch), ``gpipe``, ``1f1b``, ``interleaved``,
@@ -76,6 +79,10 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
         tensor_parallel_plan: ``"auto"``: found by itself; or a glob of layer names -> ``colwise``, ``rowwise`` or
             ``replicate`` for the layers whose role is not to be found.
         sequence_parallel: keep values between blocks divided along their tokens over the tensor ranks.
+        zero_stage: what data ranks share out instead of each holding it: 0: nothing; 1: optimizer state; 2: gradients
+            too; 3: parameters too (Rajbhandari et al. 2020, arXiv 1910.02054).
+        reshard_between_microbatches: (``zero_stage=3``) free whole parameters behind the forward of every micro-batch;
+            otherwise a step of several micro-batches gathers them once.
         evaluation_microbatches: the same as ``microbatches`` for validation, test and prediction. One gives exactly the
             results of one process.
         example_batch: a batch to trace with, if the dataloader cannot be peeked at.
@@ -90,7 +97,7 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
 
     def __init__(
         self,
-        data_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_size: int | tuple[int, int] | Literal["auto"] = "auto",
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         schedule: str = "1f1b",
@@ -99,6 +106,8 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
         split_points: list[str] | None = None,
         tensor_parallel_plan: dict[str, str] | Literal["auto"] = "auto",
         sequence_parallel: bool = False,
+        zero_stage: int = 0,
+        reshard_between_microbatches: bool = False,
         evaluation_microbatches: int = 1,
         example_batch: Any = None,
         process_group_backend: str | None = None,
@@ -113,7 +122,14 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
             timeout=timeout,
             **parallel_strategy_arguments,
         )
-        Layout(pipeline_parallel_size, 1 if data_parallel_size == "auto" else data_parallel_size, tensor_parallel_size)
+        data_size, replicas = data_axis(data_parallel_size)
+        Layout(pipeline_parallel_size, 1 if data_size == "auto" else data_size, tensor_parallel_size, replicas)
+        self._zero = ZeroSettings(zero_stage, reshard_between_microbatches)
+        if not isinstance(data_parallel_size, (int, str)) and zero_stage == 0:
+            raise LayoutError(
+                f"`data_parallel_size={data_parallel_size!r}` (replicate, shard) shards nothing with `zero_stage=0`: "
+                f"set `zero_stage`, or `data_parallel_size={data_size}`."
+            )
         for name, count in (("microbatches", microbatches), ("evaluation_microbatches", evaluation_microbatches)):
             if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
                 raise LayoutError(f"`{name}` must be 'auto' or a whole number of at least 1, got {count!r}.")
@@ -156,6 +172,7 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
         if trainer.state.fn == TrainerFn.FITTING and self.engine.loss_form is None:
             self._find_loss_form(batch if batch is not None else self._first_batch(trainer))
         convert_module(module, device=self.root_device)
+        self.engine.shard(self._zero)
         self.model = module
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -166,13 +183,14 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
 
     def _prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> Any:
         """Makes the engine, cuts the module, and returns the batch it was traced with."""
-        if has_stand_ins(module):
+        if has_stand_ins(module) or any(is_sharded(parameter) for parameter in module.parameters()):
             raise StepError(
                 f"This {type(module).__name__} was already divided by another strategy. Use the Trainer that did, or "
                 "load `strategy.full_state_dict()` into a new one."
             )
+        axes = [self.mesh.group(axis) for axis in (PIPELINE, TENSOR)]
         agreement = MeshAgreement(
-            tuple(self.mesh.group(axis) for axis in (PIPELINE, TENSOR)),
+            (*axes, *([self.mesh.shard_group] if self._zero.stage > 0 else [])),
             lambda parameter: self.engine.residence.counts_here(parameter),
             self.root_device,
         )
@@ -231,38 +249,6 @@ class PTDPStrategy(CheckpointHooks, DataHooks):
         if kind != "training_step" and is_param_in_hook_signature(function, "dataloader_idx", explicit=True):
             arguments += (0,)
         return arguments
-
-    @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization and len(self.optimizers) > 1:
-            raise StepError(SEVERAL_OPTIMIZERS)
-        self._group_names = [[] for _ in self.optimizers]
-        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
-            raise StepError("LBFGS needs all parameters in one place; use an optimizer that updates each by itself.")
-        self._keep_own_parameters()
-
-    def _keep_own_parameters(self) -> None:
-        """Takes what lives elsewhere out of the optimizers' new groups, which stay, also when they become empty."""
-        assert self.lightning_module is not None
-        for optimizer, known in zip(self.optimizers, self._group_names, strict=True):
-            if len(optimizer.param_groups) == len(known):
-                continue
-            names = {id(p): name for name, p in self.lightning_module.named_parameters()}
-            for group in optimizer.param_groups[len(known) :]:
-                known.append([names.get(id(parameter), "") for parameter in group["params"]])
-                group["params"] = [parameter for parameter in group["params"] if not is_stand_in(parameter)]
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._keep_own_parameters()  # a callback may have added groups
-        return super().optimizer_step(*args, **kwargs)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._keep_own_parameters()
-        return super().optimizer_state(optimizer)
 
     # ---------------------------------------------------------------- steps
 

@@ -159,12 +159,28 @@ class StepDriver:
     ) -> tuple[Tensor, dict[str, Any]]:
         engine = self.engine
         onto_old = continues and sync and self._reduces
-        handover = GradientHandover(engine.residence.parameters(), scale, onto_old=onto_old, drop_old=drop_old)
+        handover = self._handover(scale, onto_old, drop_old, window=continues or not sync)
+        if engine.sharding is not None and not continues:
+            engine.sharding.forget()
         self.observer.effects.begin()
         result = engine.train_step("training_step", step, batch, self.device, scale, sync)
         handover.collect()
         shared = self._share(result, batch)
         return handover.loss(shared["loss"].to(self.device)), shared
+
+    def _handover(self, scale: float, onto_old: bool, drop_old: bool, window: bool) -> GradientHandover:
+        parameters, sharding = self.engine.residence.parameters(), self.engine.sharding
+        if sharding is None:
+            return GradientHandover(parameters, scale, onto_old=onto_old, drop_old=drop_old)
+        return GradientHandover(
+            parameters,
+            scale,
+            onto_old=onto_old,
+            drop_old=drop_old,
+            seen=sharding.local,
+            delivered=sharding.link,
+            fixed_scale=window,
+        )
 
     # ---------------------------------------------------------------- evaluation
 

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lnn_lightning.parallel.data.choice import shard_units
 from lnn_lightning.parallel.data.replicate import Replica
+from lnn_lightning.parallel.data.settings import ZeroSettings
+from lnn_lightning.parallel.data.sharding import Sharding
+from lnn_lightning.parallel.data.shards import is_sharded
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.exchange import agree
 from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Mesh
@@ -89,6 +93,8 @@ class PipelineEngine:
         self.runner = StepRunner(modules)
         self._schedules: dict[int, tuple[Any, list[WatchedStage]]] = {}
         self._replica: Replica | None = None
+        self.sharding: Sharding | None = None
+        self._trace: Trace
         self._current: TrainStep | None = None
 
     @property
@@ -147,6 +153,7 @@ class PipelineEngine:
         if tensor is not None:
             with torch.set_grad_enabled(training), nullcontext() if training else evaluating(self.root):
                 self._divide(tensor, trace)
+        self._trace = trace
         with torch.set_grad_enabled(training):
             return self.book.cut_plan(trace, stage_of, device)
 
@@ -186,13 +193,25 @@ class PipelineEngine:
         dist.broadcast_object_list(decision, src=source, device=self._communication_device())
         self.loss_form = decision[0]
 
+    def shard(self, settings: ZeroSettings) -> None:
+        """ZeRO 2 and 3: shards this rank's units over the data ranks; call when parameters are on their device."""
+        if self.sharding is not None:
+            self.sharding.link()
+            return
+        if not settings.shards_parameters or self.mesh.layout.shard_size == 1:
+            return
+        self.sharding = self.residence.sharding = shard_units(
+            self.root, self.book.units.names, self.stages, self.ownership, self._trace, self.mesh.sharding, settings
+        )
+        self.book.whole_shapes = self.sharding.whole_shapes
+
     def setup_training(self) -> None:
         """Makes what training needs besides the module; call when parameters are on their device."""
         if self.mesh.size(DATA) == 1:
             return
-        trainable = [parameter for parameter in self.residence.parameters() if parameter.requires_grad]
+        trainable = [p for p in self.residence.parameters() if p.requires_grad and not is_sharded(p)]
         if self._replica is None or [*map(id, self._replica.parameters)] != [*map(id, trainable)]:
-            overlap = self.placement.num_stages == 1
+            overlap = self.placement.num_stages == 1 and self.sharding is None
             self._replica = Replica(trainable, self.mesh.group(DATA), overlap) if trainable else None
 
     def split(self, batch: Any, training: bool) -> list[Any]:
@@ -229,8 +248,13 @@ class PipelineEngine:
             self.setup_training()
             if self._replica is not None:
                 self._replica.begin()
-        self._armable = sync and self.placement.num_stages == 1
+        self._armable = sync and self.placement.num_stages == 1 and self.sharding is None
         schedule, stages = self._schedule(current.plans, device)
+        if self.sharding is not None:
+            for plan in current.plans:
+                self.sharding.check(kind, plan.trace)
+            self.sharding.begin(len(current.plans))
+        self._sync = sync
         try:
             with preserved_rng(device), self.runner.opened():
                 current.weigh()
@@ -238,6 +262,12 @@ class PipelineEngine:
                     stage.load(current.plans)
                 index = torch.arange(len(current.plans))
                 schedule.step(mb=index, target=index, losses=[], return_outputs=False)
+            if self.sharding is not None:
+                self.sharding.finish(sync)
+        except BaseException:
+            if self.sharding is not None:
+                self.sharding.abandon()
+            raise
         finally:
             self._current = None
         if sync:
@@ -261,6 +291,8 @@ class PipelineEngine:
                     self.mesh.group(PIPELINE),
                     self._during_backward,
                     self._before_last_backward,
+                    self._before_backward,
+                    may_split=self.sharding is None,
                 )
                 for stage in self.stages
             ]
@@ -270,6 +302,10 @@ class PipelineEngine:
     def _during_backward(self, stage: int, index: int) -> AbstractContextManager[None]:
         assert self._current is not None
         return self.runner.backward(self._current.plans[index], stage, self.seed_for(TRAINING, index))
+
+    def _before_backward(self, stage: int, last: bool) -> None:
+        if self.sharding is not None:
+            self.sharding.before_backward(stage, last, self._sync)
 
     def _before_last_backward(self, outputs: Any) -> None:
         if self._armable and self._replica is not None:
@@ -287,9 +323,23 @@ class PipelineEngine:
 
     def forward_step(self, kind: str, step: Step, batch: Any, device: torch.device) -> StepResult:
         """Forward of all micro-batches; the step's results are on the last stage's rank."""
+        if self.sharding is None:
+            return self._forward_step(kind, step, batch, device)
+        # what is gathered in inference mode could not be trained with
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                return self._forward_step(kind, step, batch, device)
+            finally:
+                self.sharding.finish(sync=False)
+
+    def _forward_step(self, kind: str, step: Step, batch: Any, device: torch.device) -> StepResult:
         parts = self.split(batch, training=False)
         plans = [self.book.plan(kind, step, part, device) for part in parts]
         outputs: list[Any] = []
+        if self.sharding is not None:
+            self.sharding.begin(len(parts))
+            for plan in plans:
+                self.sharding.hold_open(plan.trace)
 
         def run(stage: int, received: Sequence[Tensor], index: int) -> tuple[Tensor, ...]:
             last = stage == self.placement.num_stages - 1

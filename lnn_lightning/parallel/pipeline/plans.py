@@ -33,12 +33,16 @@ class PlanBook:
         units: its units.
         num_stages: stages of the pipeline.
         observer: mutes the step while it is traced.
+
+    Attributes:
+        whole_shapes: makes a context in which parameters of which this rank holds a piece have their whole shapes.
     """
 
     def __init__(self, root: nn.Module, units: Units, num_stages: int, observer: StepObserver) -> None:
         self.root, self.units, self.num_stages = root, units, num_stages
         self.groups = unit_groups(root, units)
         self.tracing = False
+        self.whole_shapes: Callable[[], AbstractContextManager[None]] = nullcontext
         self._observer = observer
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.tensor: TensorSharding | None = None
@@ -61,6 +65,7 @@ class PlanBook:
         self.tracing = True
         try:
             with (
+                self.whole_shapes(),
                 self._whole_shapes(),
                 preserved_rng(device),
                 preserved_generators(self.root),
@@ -69,9 +74,9 @@ class PlanBook:
                 trace = trace_step(
                     self.root, self.groups, step, own_copy(batch), self._observer.muted, self._rules, self.fake_mode
                 )
+                self._check_end(trace)
         finally:
             self.tracing = False
-        self._check_end(trace)
         return trace
 
     def _whole_shapes(self) -> AbstractContextManager[None]:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lnn_lightning.parallel.data.sharding import Sharding
+from lnn_lightning.parallel.data.shards import whole_of
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Mesh
 from lnn_lightning.parallel.pipeline.ownership import Ownership
@@ -35,6 +37,7 @@ class Residence:
         self._rank = mesh.rank(PIPELINE)
         self.tensor: TensorSharding | None = None
         self._guards: list[Any] = []
+        self.sharding: Sharding | None = None
         self._ranks = {
             name: tuple(sorted({placement.rank_of(stage) for stage in stages}))
             for name, stages in ownership.tensors.items()
@@ -107,10 +110,9 @@ class Residence:
     def counts_here(self, parameter: nn.Parameter) -> bool:
         """Whether this rank is the one that counts a parameter, where several hold it."""
         if not hasattr(self, "_counted"):
-            named = {id(p): name for name, p in self.root.named_parameters()}
             self._counted = {
                 key
-                for key, name in named.items()
+                for key, name in self.names_by_id().items()
                 if self.ranks_of(name)[0] == self._rank and (self.mesh.rank(TENSOR) == 0 or self.is_divided(name))
             }
         return id(parameter) in self._counted
@@ -123,6 +125,13 @@ class Residence:
         """Adds up the gradients of whole parameters that each tensor rank used on its part of the values alone."""
         if self.tensor is not None:
             self.tensor.sum_partial_gradients(lambda parameter: parameter.grad)
+
+    def names_by_id(self) -> dict[int, str]:
+        """``id(parameter)`` -> its first name, for the module's parameters and the pieces that optimizers hold."""
+        names = {id(parameter): name for name, parameter in self.root.named_parameters()}
+        if self.sharding is not None:
+            names |= {id(shard.local): shard.name for shard in self.sharding.shards}
+        return names
 
     def sum_shared_gradients(self) -> None:
         """Adds up the gradients of parameters that several ranks of the pipeline use."""
@@ -183,7 +192,7 @@ class Residence:
             ranks = self.ranks_of(name) if name is not None else (0,)
             source = ranks[-1] if name is not None and name not in parameters else ranks[0]
             if source == self._rank:
-                whole = self.whole(name, value.detach().to(device)).contiguous()
+                whole = self.whole(name, whole_of(value, device)).contiguous()
             else:
                 whole = torch.empty(self.whole_shape(name, value), dtype=value.dtype, device=device)
             dist.broadcast(whole, group=group, group_src=source)

@@ -52,6 +52,8 @@ class WatchedStage(PipelineStage):
         group: ranks of the pipeline.
         during_backward: ``during_backward(stage, micro_batch)`` makes a context for its backward.
         before_last_backward: called with the outputs before the last full backward of a step.
+        before_backward: ``before_backward(stage, last)`` is called before every backward.
+        may_split: the backward of inputs and of weights may be made apart (zero bubble).
     """
 
     def __init__(
@@ -64,7 +66,10 @@ class WatchedStage(PipelineStage):
         group: dist.ProcessGroup,
         during_backward: Callable[[int, int], AbstractContextManager[None]],
         before_last_backward: Callable[[Any], None],
+        before_backward: Callable[[int, bool], None],
+        may_split: bool = True,
     ) -> None:
+        self._before_backward, self._may_split = before_backward, may_split
         self._during_backward = during_backward
         self._before_last_backward = before_last_backward
         self._plans: Sequence[Plan] = [plan]
@@ -185,6 +190,8 @@ class WatchedStage(PipelineStage):
         It goes through the graph twice where a value feeds several units, a parameter is used by several calls, or glue
         computes with parameters.
         """
+        if not self._may_split:
+            return False
         plan = self._plans[chunk]
         own = [call for call in plan.trace.calls if plan.stage_of[call.index] == self.stage_index]
         if any(call.glue_parameters for call in own) or (self.is_last and plan.trace.tail_parameters):
@@ -202,6 +209,7 @@ class WatchedStage(PipelineStage):
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         outputs = bwd_kwargs["stage_output"]
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        self._before_backward(self.stage_index, last_backward)
         if backward_type == "full" and not any(output.requires_grad for output in outputs):
             return tuple(None for _ in bwd_kwargs["input_values"]), None  # everything up to here is frozen
         if backward_type == "full" and last_backward:

@@ -8,24 +8,39 @@ output.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+_kept: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
+
+
+def keep_inside(unit: nn.Module, hooks: Iterable[int]) -> None:
+    """These forward hooks (by id) belong to the computation of the unit (sharding): they run with it alone."""
+    _kept[unit] = _kept.get(unit, frozenset()) | frozenset(hooks)
+
+
+def outer_hooks(unit: nn.Module) -> list[int]:
+    """Ids of the forward hooks that are not part of the unit's computation, in order."""
+    kept = _kept.get(unit, frozenset())
+    return [key for key in unit._forward_hooks if key not in kept]
+
 
 def runs_hooks(unit: nn.Module, original: Callable[..., Any]) -> bool:
     """Whether a call would run forward hooks: there are some, and it does not go straight to ``forward``."""
-    return bool(unit._forward_hooks) and getattr(original, "__name__", "") == "_call_impl"
+    return getattr(original, "__name__", "") == "_call_impl" and bool(outer_hooks(unit))
 
 
 @contextmanager
 def hooks_set_aside(unit: nn.Module) -> Iterator[None]:
-    """The unit has no forward hooks inside."""
+    """The unit has no forward hooks inside, but those of its own computation."""
     hooks = unit._forward_hooks
-    unit.__dict__["_forward_hooks"] = OrderedDict()
+    kept = _kept.get(unit, frozenset())
+    unit.__dict__["_forward_hooks"] = OrderedDict((key, hook) for key, hook in hooks.items() if key in kept)
     try:
         yield
     finally:
@@ -42,7 +57,8 @@ def run_hooks(unit: nn.Module, args: Any, kwargs: Any, out: Any, absent: bool) -
         out: its result.
         absent: the result may not be here; a hook that looks at its data is passed over.
     """
-    for key, hook in list(unit._forward_hooks.items()):
+    for key in outer_hooks(unit):
+        hook = unit._forward_hooks[key]
         try:
             if key in unit._forward_hooks_with_kwargs:
                 changed = hook(unit, args, kwargs, out)

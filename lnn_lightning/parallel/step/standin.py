@@ -102,4 +102,9 @@ def convert_module(
             return stand_in_for(tensor, device, cast)
         return tensor.to(device=device, dtype=cast)
 
-    return module._apply(convert)
+    def stays(tensor: Tensor) -> bool:
+        cast = dtype if tensor.is_floating_point() else None
+        return (device is None or tensor.device == device) and (cast is None or tensor.dtype == cast)
+
+    # sharded parameters can be moved, but not while others refer to them
+    return module if all(stays(tensor) for _, tensor in named_tensors(module)) else module._apply(convert)

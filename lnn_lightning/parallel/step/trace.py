@@ -62,6 +62,7 @@ class Call:
         random: whether it draws random numbers.
         region: number of the glue-level checkpoint it is called in; None: in none.
         writes: it adds to, or changes, a list or dict that it is given.
+        in_place: it changes a tensor that it is given.
     """
 
     index: int
@@ -77,6 +78,7 @@ class Call:
     random: bool = False
     region: int | None = None
     writes: bool = False
+    in_place: bool = False
 
 
 @dataclass
@@ -176,6 +178,7 @@ class _Recorder:
         call.parameters = call.glue_parameters | own | inside.used
         call.flops, call.random = inside.flops, inside.random
         changed = self._note_mutations(call, leaves, fakes, inside)
+        call.in_place = bool(changed)
         for address, storage in inside.made.items():
             tracker.derived[address] = tracker.derived.get(address, frozenset()) | {(call.index, HIDDEN)}
             tracker.alive.append(storage)

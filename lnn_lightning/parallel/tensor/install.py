@@ -110,11 +110,12 @@ class TensorSharding:
             for module in self.root.modules():
                 for key, parameter in list(module._parameters.items()):
                     name = names.get(id(parameter))
-                    if parameter is None or name not in self.plan.specs or is_stand_in(parameter):
+                    if parameter is None or name is None or (shape := self.plan.shapes.get(name)) is None:
                         continue
-                    assert name is not None
+                    if tuple(parameter.shape) == shape:  # it lives elsewhere
+                        continue
                     if name not in made:
-                        made[name] = _blank(parameter, self.plan.shapes[name])
+                        made[name] = _blank(parameter, shape)
                     saved.append((module._parameters, key, parameter))
                     module._parameters[key] = made[name]  # type: ignore[assignment]
             with sharding_suspended():

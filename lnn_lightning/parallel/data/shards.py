@@ -1,0 +1,71 @@
+"""Pieces of tensors that are sharded by their first dimension over data ranks.
+
+The module's own parameters are DTensors (torch's ``fully_shard`` makes them); whoever computes with them (optimizers,
+clipping) gets plain tensors that share their memory. The first dimension need not divide: the last ranks then hold
+less, or nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether data ranks hold different pieces of this parameter."""
+    return isinstance(tensor, DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's piece, sharing memory; a tensor that is not sharded itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def span_of(length: int, rank: int, size: int) -> tuple[int, int]:
+    """First index and count of the rows of ``rank`` when ``length`` rows are dealt to ``size`` ranks, as in chunk()."""
+    each = -(-length // size)
+    start = min(rank * each, length)
+    return start, min(each, length - start)
+
+
+def piece_of(whole: Tensor, like: Tensor) -> Tensor:
+    """The rows of ``whole`` (shape of ``like``) that this rank holds of ``like``; all, if that is not sharded."""
+    if not isinstance(like, DTensor):
+        return whole
+    mesh = like.device_mesh
+    start, count = span_of(whole.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+    return whole[start : start + count]
+
+
+def sharded_like(piece: Tensor, like: Tensor) -> Tensor:
+    """The DTensor whose piece on this rank is ``piece``, sharded as ``like`` is."""
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(
+        piece, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+@torch.no_grad()
+def whole_of(tensor: Tensor, device: torch.device | str | None = None) -> Tensor:
+    """A sharded tensor put together on every rank; others as they are. Collective over the ranks that share it.
+
+    Args:
+        tensor: a sharded tensor, or any other.
+        device: where the ranks communicate; None: where the tensor is.
+
+    Returns:
+        A contiguous tensor of the whole shape on ``device``.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to(device).contiguous()
+    mesh = tensor.device_mesh
+    size = mesh.size(mesh.ndim - 1)
+    piece = tensor._local_tensor.detach().to(device)
+    _, rows = span_of(tensor.shape[0], 0, size)
+    padded = piece.new_zeros((rows, *tensor.shape[1:]))
+    padded[: piece.shape[0]].copy_(piece)
+    whole = piece.new_empty((rows * size, *tensor.shape[1:]))
+    dist.all_gather_single(whole, padded, group=mesh.get_group(mesh.ndim - 1))
+    return whole[: tensor.shape[0]].contiguous()

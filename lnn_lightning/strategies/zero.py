@@ -1,0 +1,99 @@
+"""The optimizers of a strategy whose ranks hold parts of the module: which parameters stay in their groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lnn_lightning.optim.shares import OptimizerShare
+from lnn_lightning.parallel.data.settings import ZeroSettings
+from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.strategies.checkpoints import CheckpointHooks
+from lnn_lightning.strategies.manual import SEVERAL_OPTIMIZERS
+
+
+def refuse_unsplittable(optimizer: Optimizer, check: Callable[[Optimizer], str | None] | None = None) -> None:
+    """ZeRO 2 and 3 update pieces of parameters: right for optimizers alone that treat each element by itself.
+
+    Args:
+        optimizer: the user's.
+        check: gives a reason why a step on pieces differs from one on the whole, or None.
+
+    Raises:
+        StepError: there is a reason.
+    """
+    reason = check(optimizer) if check is not None else None
+    if reason is not None:
+        raise StepError(
+            f"{type(optimizer).__name__} cannot update sharded parameters: {reason} Use `zero_stage=1`, which shards "
+            "the optimizer state by whole parameters and is right for every optimizer."
+        )
+
+
+def _warn_of_low_precision_state(optimizer: Optimizer) -> None:
+    low = {p.dtype for group in optimizer.param_groups for p in group["params"]} & {torch.float16, torch.bfloat16}
+    if low and any("betas" in group for group in optimizer.param_groups):
+        dtype = str(low.pop()).removeprefix("torch.")
+        rank_zero_warn(
+            f"{type(optimizer).__name__} keeps its moments in {dtype}, as the parameters are: small changes of them "
+            "are rounded away. `precision='bf16-mixed'` keeps parameters and moments in fp32 and computes in bf16."
+        )
+
+
+class ZeroHooks(CheckpointHooks):
+    """Optimizer part of a strategy: the user's optimizers, with what this rank updates in their groups."""
+
+    if TYPE_CHECKING:
+        _zero: ZeroSettings
+
+    _shares: list[OptimizerShare]
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization and len(self.optimizers) > 1:
+            raise StepError(SEVERAL_OPTIMIZERS)
+        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
+            raise StepError("LBFGS needs all parameters in one place; use an optimizer that updates each by itself.")
+        sharding = self.engine.sharding
+        if sharding is not None:
+            for optimizer in self.optimizers:
+                refuse_unsplittable(optimizer)
+        group = self.mesh.shard_group if self._zero.stage > 0 and self.mesh.layout.shard_size > 1 else None
+        self._group_names = [[] for _ in self.optimizers]
+        self._shares = [
+            OptimizerShare(optimizer, group, sharding.local if sharding is not None else None)
+            for optimizer in self.optimizers
+        ]
+        self._keep_own_parameters()
+        for optimizer in self.optimizers:
+            _warn_of_low_precision_state(optimizer)
+        self.optimizers = self.optimizers  # Lightning's wrappers copy the attributes of what they wrap
+
+    def _keep_own_parameters(self) -> None:
+        """Takes what lives elsewhere out of the optimizers' new groups, which stay, also when they become empty."""
+        assert self.lightning_module is not None
+        for share, known in zip(self._shares, self._group_names, strict=True):
+            groups = share.optimizer.param_groups
+            if len(groups) == len(known):
+                continue
+            names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+            known += [[names.get(id(parameter), "") for parameter in group["params"]] for group in groups[len(known) :]]
+            share.adopt()
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._keep_own_parameters()  # a callback may have added groups
+        return super().optimizer_step(*args, **kwargs)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._keep_own_parameters()
+        return super().optimizer_state(optimizer)
