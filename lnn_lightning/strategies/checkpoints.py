@@ -20,7 +20,7 @@ from lnn_lightning.checkpoint import (
     tensor_names,
 )
 from lnn_lightning.checkpoint.distributed import CheckpointError
-from lnn_lightning.parallel.data.shards import is_sharded, piece_of, sharded_like
+from lnn_lightning.parallel.data.shards import is_sharded, piece_of, sharded_like, whole_of
 from lnn_lightning.strategies.mesh import MeshStrategy
 
 _OURS = "lnn_lightning"
@@ -48,8 +48,20 @@ class CheckpointHooks(MeshStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        state = self.lightning_module.state_dict()
-        return {key: state[key] for key in self.engine.residence.own_keys()}
+        state, residence = self.lightning_module.state_dict(), self.engine.residence
+        names = residence.name_of_key()
+        return {key: self._stored(names.get(key), state[key]) for key in residence.own_keys()}
+
+    def _stored(self, name: str | None, value: Any) -> Any:
+        """A tensor of the module, or an optimizer's state of its shape, as checkpoints have it: not divided by layers.
+
+        Collective over data and tensor ranks, where tensor ranks divide it.
+        """
+        residence = self.engine.residence
+        if name is None or not isinstance(value, Tensor) or not residence.is_divided(name):
+            return value
+        device = self.root_device if value.device.type == "cpu" else None
+        return residence.whole(name, whole_of(value, device)).cpu()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -64,7 +76,10 @@ class CheckpointHooks(MeshStrategy):
             for group, own in zip(plain.param_groups, self._group_names[index], strict=True)
         ]
         state = {
-            names[id(p)]: {leaf: _whole_leaf(value, p, parameters[names[id(p)]]) for leaf, value in values.items()}
+            names[id(p)]: {
+                leaf: self._stored(names[id(p)], _whole_leaf(value, p, parameters[names[id(p)]]))
+                for leaf, value in values.items()
+            }
             for p, values in plain.state.items()
         }
         return {"state": state, "param_groups": groups}
@@ -120,13 +135,15 @@ class CheckpointHooks(MeshStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        own = set(self.engine.residence.own_keys())
+        residence = self.engine.residence
+        own, names = set(residence.own_keys()), residence.name_of_key()
         now = self.lightning_module.state_dict()
-        given = {
-            key: sharded_like(piece_of(value, now[key]), now[key]) if is_sharded(now.get(key)) else value
-            for key, value in checkpoint["state_dict"].items()
-            if key in own
-        }
+        given = {}
+        for key, value in checkpoint["state_dict"].items():
+            if key not in own:
+                continue
+            part = residence.local(names.get(key), value) if isinstance(value, Tensor) else value
+            given[key] = sharded_like(piece_of(part, now[key]), now[key]) if is_sharded(now.get(key)) else part
         result = self.lightning_module.load_state_dict(given, strict=False)
         missing = [key for key in result.missing_keys if key in own]
         unexpected = [key for key in checkpoint["state_dict"] if key not in now]
@@ -194,12 +211,16 @@ class CheckpointHooks(MeshStrategy):
             for parameter, number in zip(group["params"], numbers["params"], strict=True):
                 if (name := names[id(parameter)]) in by_name:
                     numbered[number] = {
-                        leaf: _own_part(value, parameters[name]) for leaf, value in by_name[name].items()
+                        leaf: _own_part(self._divided(name, value), parameters[name])
+                        for leaf, value in by_name[name].items()
                     }
         merged = [
             {**saved, "params": mine["params"]} for saved, mine in zip(groups, local["param_groups"], strict=True)
         ]
         optimizer.load_state_dict({"state": numbered, "param_groups": merged})
+
+    def _divided(self, name: str, value: Any) -> Any:
+        return self.engine.residence.local(name, value) if isinstance(value, Tensor) else value
 
 
 def _plain(optimizer: Any) -> Optimizer:

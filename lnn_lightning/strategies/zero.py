@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -11,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lnn_lightning.optim.elementwise import not_elementwise
 from lnn_lightning.optim.shares import OptimizerShare
 from lnn_lightning.parallel.data.settings import ZeroSettings
 from lnn_lightning.parallel.errors import StepError
@@ -18,22 +18,18 @@ from lnn_lightning.strategies.checkpoints import CheckpointHooks
 from lnn_lightning.strategies.manual import SEVERAL_OPTIMIZERS
 
 
-def refuse_unsplittable(optimizer: Optimizer, check: Callable[[Optimizer], str | None] | None = None) -> None:
-    """ZeRO 2 and 3 update pieces of parameters: right for optimizers alone that treat each element by itself.
+def refuse_unsplittable(optimizer: Optimizer, way_out: str) -> None:
+    """Pieces of parameters can be updated by optimizers alone that treat each element by itself.
 
     Args:
         optimizer: the user's.
-        check: gives a reason why a step on pieces differs from one on the whole, or None.
+        way_out: what to do.
 
     Raises:
-        StepError: there is a reason.
+        StepError: it is not one of them.
     """
-    reason = check(optimizer) if check is not None else None
-    if reason is not None:
-        raise StepError(
-            f"{type(optimizer).__name__} cannot update sharded parameters: {reason} Use `zero_stage=1`, which shards "
-            "the optimizer state by whole parameters and is right for every optimizer."
-        )
+    if (reason := not_elementwise(optimizer)) is not None:
+        raise StepError(f"{type(optimizer).__name__} cannot update parts of parameters: {reason} {way_out}")
 
 
 def _warn_of_low_precision_state(optimizer: Optimizer) -> None:
@@ -63,9 +59,17 @@ class ZeroHooks(CheckpointHooks):
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
             raise StepError("LBFGS needs all parameters in one place; use an optimizer that updates each by itself.")
         sharding = self.engine.sharding
-        if sharding is not None:
-            for optimizer in self.optimizers:
-                refuse_unsplittable(optimizer)
+        for optimizer in self.optimizers:
+            if sharding is not None:
+                refuse_unsplittable(
+                    optimizer,
+                    "Use `zero_stage=1`, which shares out the optimizer state by whole parameters and is right for every "
+                    "optimizer.",
+                )
+            elif self._has_divided(optimizer):
+                refuse_unsplittable(
+                    optimizer, "Use another optimizer, or a pipeline or ZeRO 1 instead of `tensor_parallel_size`."
+                )
         group = self.mesh.shard_group if self._zero.stage > 0 and self.mesh.layout.shard_size > 1 else None
         self._group_names = [[] for _ in self.optimizers]
         self._shares = [
@@ -76,6 +80,13 @@ class ZeroHooks(CheckpointHooks):
         for optimizer in self.optimizers:
             _warn_of_low_precision_state(optimizer)
         self.optimizers = self.optimizers  # Lightning's wrappers copy the attributes of what they wrap
+
+    def _has_divided(self, optimizer: Optimizer) -> bool:
+        """Whether tensor ranks hold parts of any of its parameters."""
+        assert self.lightning_module is not None
+        residence = self.engine.residence
+        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        return any(residence.is_divided(names.get(id(p), "")) for group in optimizer.param_groups for p in group["params"])
 
     def _keep_own_parameters(self) -> None:
         """Takes what lives elsewhere out of the optimizers' new groups, which stay, also when they become empty."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lnn_lightning.parallel.data.sharding import Sharding
-from lnn_lightning.parallel.data.shards import whole_of
+from lnn_lightning.parallel.data.shards import local_of, whole_of
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Mesh
 from lnn_lightning.parallel.pipeline.ownership import Ownership
@@ -124,7 +124,7 @@ class Residence:
     def sum_partial_gradients(self) -> None:
         """Adds up the gradients of whole parameters that each tensor rank used on its part of the values alone."""
         if self.tensor is not None:
-            self.tensor.sum_partial_gradients(lambda parameter: parameter.grad)
+            self.tensor.sum_partial_gradients(local_of)
 
     def names_by_id(self) -> dict[int, str]:
         """``id(parameter)`` -> its first name, for the module's parameters and the pieces that optimizers hold."""
@@ -150,6 +150,11 @@ class Residence:
         for name, buffer in self.root.named_buffers():
             if self.lives_here(name) and buffer.is_floating_point():
                 dist.broadcast(buffer, group=self.mesh.group(DATA), group_src=0)
+
+    def name_of_key(self) -> dict[str, str]:
+        """Key of the module's state dict -> first name of the tensor it stands for."""
+        first = {id(tensor): name for name, tensor in named_tensors(self.root)}
+        return {key: first[id(tensor)] for key, tensor in _tensors_by_all_names(self.root)}
 
     def own_keys(self) -> list[str]:
         """Keys of the module's state dict that this rank is responsible for."""

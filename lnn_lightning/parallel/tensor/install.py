@@ -77,19 +77,19 @@ class TensorSharding:
         shape[spec.dim] = spec.local(self.outside.size)
         return torch.Size(shape)
 
-    def sum_partial_gradients(self, gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
+    def sum_partial_gradients(self, local_of: Callable[[Tensor], Tensor]) -> None:
         """Adds up the gradients of whole parameters that each rank used on its part alone; in few all-reduces.
 
         Args:
-            gradient_of: the gradient that a parameter has on this rank (a sharded one's part).
+            local_of: what this data rank has of a tensor.
         """
         by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for name, parameter in self.root.named_parameters():
             if name not in self.plan.partial or is_stand_in(parameter) or not parameter.requires_grad:
                 continue
-            gradient = gradient_of(parameter)
-            if gradient is None:
-                parameter.grad = gradient = torch.zeros_like(parameter)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = local_of(parameter.grad)
             by_kind.setdefault((gradient.dtype, gradient.device), []).append(gradient)
         for gradients in by_kind.values():
             flat = torch._utils._flatten_dense_tensors(gradients)
