@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from lnn_lightning.checkpoint import (
 )
 from lnn_lightning.checkpoint.distributed import CheckpointError
 from lnn_lightning.parallel.data.shards import is_sharded, piece_of, sharded_like, whole_of
+from lnn_lightning.parallel.layout import TENSOR
 from lnn_lightning.strategies.mesh import MeshStrategy
 
 _OURS = "lnn_lightning"
@@ -50,18 +52,24 @@ class CheckpointHooks(MeshStrategy):
         assert self.lightning_module is not None
         state, residence = self.lightning_module.state_dict(), self.engine.residence
         names = residence.name_of_key()
-        return {key: self._stored(names.get(key), state[key]) for key in residence.own_keys()}
+        return self._stored((key, names.get(key), state[key]) for key in residence.own_keys())
 
-    def _stored(self, name: str | None, value: Any) -> Any:
-        """A tensor of the module, or an optimizer's state of its shape, as checkpoints have it: not divided by layers.
+    def _stored(self, entries: Iterable[tuple[str, str | None, Any]]) -> dict[str, Any]:
+        """Tensors of the module (key, name, value), or optimizer state of their shape, as checkpoints have them.
 
-        Collective over data and tensor ranks, where tensor ranks divide it.
+        What tensor ranks divide is put together, one tensor at a time, and kept by one of them, in turns: none has all.
+        Collective over data and tensor ranks.
         """
-        residence = self.engine.residence
-        if name is None or not isinstance(value, Tensor) or not residence.is_divided(name):
-            return value
-        device = self.root_device if value.device.type == "cpu" else None
-        return residence.whole(name, whole_of(value, device)).cpu()
+        residence, stored = self.engine.residence, {}
+        for key, name, value in entries:
+            if name is None or not isinstance(value, Tensor) or not residence.is_divided(name):
+                stored[key] = value
+                continue
+            device = self.root_device if value.device.type == "cpu" else None
+            whole = residence.whole(name, whole_of(value, device))
+            if zlib.crc32(name.encode()) % self.mesh.size(TENSOR) == self.mesh.rank(TENSOR):
+                stored[key] = whole.cpu()
+        return stored
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -76,10 +84,9 @@ class CheckpointHooks(MeshStrategy):
             for group, own in zip(plain.param_groups, self._group_names[index], strict=True)
         ]
         state = {
-            names[id(p)]: {
-                leaf: self._stored(names[id(p)], _whole_leaf(value, p, parameters[names[id(p)]]))
-                for leaf, value in values.items()
-            }
+            names[id(p)]: self._stored(
+                (leaf, names[id(p)], _whole_leaf(value, p, parameters[names[id(p)]])) for leaf, value in values.items()
+            )
             for p, values in plain.state.items()
         }
         return {"state": state, "param_groups": groups}

@@ -86,7 +86,9 @@ class ZeroHooks(CheckpointHooks):
         assert self.lightning_module is not None
         residence = self.engine.residence
         names = {id(p): name for name, p in self.lightning_module.named_parameters()}
-        return any(residence.is_divided(names.get(id(p), "")) for group in optimizer.param_groups for p in group["params"])
+        return any(
+            residence.is_divided(names.get(id(p), "")) for group in optimizer.param_groups for p in group["params"]
+        )
 
     def _keep_own_parameters(self) -> None:
         """Takes what lives elsewhere out of the optimizers' new groups, which stay, also when they become empty."""

@@ -1,6 +1,7 @@
 """One process on the global batches, and the same training through a Trainer on many."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lnn_lightning.parallel.step.standin import is_stand_in
 from tests.zoo import ZOO, Case
 
 SEED = 7
@@ -39,6 +41,8 @@ class Result:
     """The whole model at the end (on rank 0)."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`trainer.callback_metrics`."""
+    divided: float = 0.0
+    """Share of the parameters that the tensor ranks have a part of each."""
 
 
 def build(case: Case) -> pl.LightningModule:
@@ -192,7 +196,23 @@ def train_with_trainer(
         losses=[float(loss) for loss in losses.losses],
         state={name: value.detach().cpu().clone() for name, value in state.items()} if rank == 0 else {},
         metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+        divided=divided_share(strategy.engine.residence.tensor, module),
     )
+
+
+def divided_share(tensor: Any, module: pl.LightningModule) -> float:
+    """Share of the parameters of which each tensor rank has a part only; the parts have the shapes of parts."""
+    if tensor is None:
+        return 0.0
+    plan, divided, whole = tensor.plan, 0, 0
+    for name, parameter in module.named_parameters():
+        if name not in plan.specs:
+            whole += parameter.numel()
+            continue
+        divided += math.prod(plan.shapes[name])
+        assert is_stand_in(parameter) or parameter.shape == tensor.local_shape(name), name
+        assert is_stand_in(parameter) or parameter.numel() < math.prod(plan.shapes[name]), name
+    return divided / (divided + whole)
 
 
 def differences(

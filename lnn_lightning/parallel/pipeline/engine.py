@@ -164,7 +164,13 @@ class PipelineEngine:
         twins = {name: twin for name in self.book.units.names if (twin := original_of(name, called)) is not None}
         twins = {name: twin for name, twin in twins.items() if name not in called}
         return plan_module(
-            self.root, trace, self.mesh.size(TENSOR), settings.sequence_parallel, twins, settings.tensor_parallel_plan, vetoed
+            self.root,
+            trace,
+            self.mesh.size(TENSOR),
+            settings.sequence_parallel,
+            twins,
+            settings.tensor_parallel_plan,
+            vetoed,
         )
 
     def _divide(self, plan: TensorPlan, trace: Trace) -> None:

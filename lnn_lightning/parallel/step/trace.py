@@ -220,7 +220,9 @@ class _Recorder:
         kinds = [[type(leaf) for leaf in other] for other, _ in known]
         if [type(leaf) for leaf in leaves] not in kinds:
             self.tracker.inside = True
-            detached = [leaf.detach().requires_grad_(leaf.requires_grad) if _has_graph(leaf) else leaf for leaf in leaves]
+            detached = [
+                leaf.detach().requires_grad_(leaf.requires_grad) if _has_graph(leaf) else leaf for leaf in leaves
+            ]
             self.tracker.inside = False
             known.append((tuple(detached), unflatten))
 

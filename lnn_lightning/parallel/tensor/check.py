@@ -33,7 +33,9 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _NARROW_TOLERANCE = 5e-2
 
 
-def check_units(root: nn.Module, plan: TensorPlan, trace: Trace, axis: TensorAxis, device: torch.device) -> dict[str, str]:
+def check_units(
+    root: nn.Module, plan: TensorPlan, trace: Trace, axis: TensorAxis, device: torch.device
+) -> dict[str, str]:
     """Units on this rank that do not give the same numbers divided, with what is wrong.
 
     Collective over the tensor ranks. One unit of each kind is tried, on made-up values of the traced shapes.
@@ -129,7 +131,9 @@ def _run(unit: nn.Module, leaves: Sequence[Any], unflatten: Unflatten, device: t
     made = [_made_up(leaf, device) for leaf in leaves]
     inputs = [leaf for leaf in made if isinstance(leaf, Tensor) and leaf.requires_grad]
     # in-place changes of inputs must not hit leaves
-    args, kwargs = unflatten([leaf.clone() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in made])
+    args, kwargs = unflatten(
+        [leaf.clone() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in made]
+    )
     with _NoDropout():
         out = wholes(unit(*args, **kwargs))
     outputs = [value for value in tree_tensors(out) if value.is_floating_point()]
@@ -176,4 +180,3 @@ def _differences(expected: _Result, found: _Result, plan: UnitPlan, axis: Tensor
         if not error <= bound * max(size, 1e-30):
             return f"divided, {what} is off by {error / max(size, 1e-30):.1e} (relative)"
     return ""
-

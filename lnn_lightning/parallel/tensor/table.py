@@ -27,7 +27,9 @@ def tensor_table(root: nn.Module, plan: TensorPlan) -> str:
         held = sum(parameter.numel() for parameter in root.get_submodule(names[0]).parameters())
         rows.append((_label(names), str(REPLICATE), f"{reason}; {held:,} parameters are on every tensor rank"))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row[:2], widths, strict=True)), row[2]]) for row in rows]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row[:2], widths, strict=True)), row[2]]) for row in rows
+    ]
     divided = sum(map(prod, plan.shapes.values()))
     whole = divided + sum(each.numel() for name, each in root.named_parameters() if name not in plan.specs)
     title = f"Tensor layout: {plan.size} ranks, {divided / max(whole, 1):.0%} of the parameters divided"
@@ -38,7 +40,9 @@ def tensor_table(root: nn.Module, plan: TensorPlan) -> str:
 
 
 def _usual(kind: str) -> str:
-    return {"column": "outputs divided", "row": "inputs divided, results added up", "vocabulary": "rows divided"}.get(kind, "")
+    return {"column": "outputs divided", "row": "inputs divided, results added up", "vocabulary": "rows divided"}.get(
+        kind, ""
+    )
 
 
 def _alike(plan: TensorPlan) -> list[tuple[list[str], UnitPlan]]:
