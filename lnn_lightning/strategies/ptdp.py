@@ -79,6 +79,8 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         tensor_parallel_plan: ``"auto"``: found by itself; or a glob of layer names -> ``colwise``, ``rowwise`` or
             ``replicate`` for the layers whose role is not to be found.
         sequence_parallel: keep values between blocks divided along their tokens over the tensor ranks.
+        check_replicas: after every optimizer step, compare bit by bit what all tensor ranks hold, and stop with an
+            error if it has drifted apart (to find faults; costs a pass over these parameters).
         zero_stage: what data ranks share out instead of each holding it: 0: nothing; 1: optimizer state; 2: gradients
             too; 3: parameters too (Rajbhandari et al. 2020, arXiv 1910.02054).
         reshard_between_microbatches: (``zero_stage=3``) free whole parameters behind the forward of every micro-batch;
@@ -106,6 +108,7 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         split_points: list[str] | None = None,
         tensor_parallel_plan: dict[str, str] | Literal["auto"] = "auto",
         sequence_parallel: bool = False,
+        check_replicas: bool = False,
         zero_stage: int = 0,
         reshard_between_microbatches: bool = False,
         evaluation_microbatches: int = 1,
@@ -141,6 +144,7 @@ class PTDPStrategy(ZeroHooks, DataHooks):
             sequence_parallel,
             None if tensor_parallel_plan == "auto" else tensor_parallel_plan,
         )
+        self._check_replicas = check_replicas
         self._example_batch = example_batch
         self._engine: PipelineEngine | None = None
         self._driver: StepDriver | None = None

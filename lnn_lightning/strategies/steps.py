@@ -84,6 +84,7 @@ class StepDriver:
     ) -> None:
         self.module, self.engine, self.observer, self.device = module, engine, observer, device
         self._pipeline_group = mesh.group(PIPELINE)
+        self._model_groups = [mesh.group(axis) for axis in (PIPELINE, TENSOR) if mesh.size(axis) > 1]
         self._channel = TreeChannel(self._pipeline_group, device)
         self._reduces = max(mesh.size(DATA), mesh.size(TENSOR)) > 1 or any(
             len(engine.residence.ranks_of(name)) > 1 for name, _ in module.named_parameters()
@@ -91,10 +92,11 @@ class StepDriver:
         self._checked: set[str] = set()
 
     def check_batch(self, kind: str, batch: Any) -> None:
-        """In the first step of a kind: the ranks of one pipeline must have been fed the same batch."""
+        """In the first step of a kind: all ranks but data ranks must have been fed the same batch."""
         if kind not in self._checked:
             self._checked.add(kind)
-            check_same_batch(batch, self._pipeline_group, self.device)
+            for group in self._model_groups:
+                check_same_batch(batch, group, self.device)
 
     # ---------------------------------------------------------------- training
 

@@ -47,6 +47,7 @@ class ZeroHooks(CheckpointHooks):
 
     if TYPE_CHECKING:
         _zero: ZeroSettings
+        _check_replicas: bool
 
     _shares: list[OptimizerShare]
 
@@ -63,7 +64,8 @@ class ZeroHooks(CheckpointHooks):
             if sharding is not None:
                 refuse_unsplittable(
                     optimizer,
-                    "Use `zero_stage=1`, which shares out the optimizer state by whole parameters and is right for every "
+                    "Use `zero_stage=1`, which shares out the optimizer state by whole parameters and is right for "
+                    "every "
                     "optimizer.",
                 )
             elif self._has_divided(optimizer):
@@ -104,7 +106,10 @@ class ZeroHooks(CheckpointHooks):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self._keep_own_parameters()  # a callback may have added groups
-        return super().optimizer_step(*args, **kwargs)
+        result = super().optimizer_step(*args, **kwargs)
+        if self._check_replicas:
+            self.engine.residence.check_replicas()
+        return result
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -185,6 +185,12 @@ class PipelineEngine:
             again = self._plan_tensor(trace, vetoed)
             assert again is not None
             plan = again
+        if not plan.units:
+            cause = f" The step could not be followed ({trace.tail_error})." if trace.tail_error is not None else ""
+            _warn_once(
+                f"No layer is divided over the {axis.size} tensor ranks: all of them do the same work.{cause} Use "
+                "`tensor_parallel_size=1` and more data or pipeline ranks."
+            )
         self.residence.tensor = self.book.tensor = TensorSharding(self.root, plan, axis)
         self.residence.tensor.install()
 
@@ -279,7 +285,7 @@ class PipelineEngine:
         if sync:
             if self._replica is not None:
                 self._replica.finish()
-            self.residence.sum_partial_gradients()
+            self.residence.settle_gradients()
             self.residence.sum_shared_gradients()
         self.steps_done[TRAINING] += 1
         return current.result()

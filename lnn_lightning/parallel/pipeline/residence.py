@@ -121,10 +121,23 @@ class Residence:
         """Whether each tensor rank holds a part of its own of a parameter."""
         return self.tensor is not None and name in self.tensor.plan.specs
 
-    def sum_partial_gradients(self) -> None:
-        """Adds up the gradients of whole parameters that each tensor rank used on its part of the values alone."""
+    def settle_gradients(self) -> None:
+        """Makes the gradients of parameters that all tensor ranks hold equal on them."""
         if self.tensor is not None:
-            self.tensor.sum_partial_gradients(local_of)
+            self.tensor.settle_gradients(local_of)
+
+    def check_replicas(self) -> None:
+        """Compares what all tensor ranks hold, bit by bit. Collective over them.
+
+        Raises:
+            StepError: a parameter has drifted apart.
+        """
+        if self.tensor is not None and (names := self.tensor.drifted(local_of)):
+            raise StepError(
+                f"{len(names)} parameter(s) that all tensor ranks hold are no longer equal on them, the first "
+                f"{names[0]!r} (seen on rank {dist.get_rank()}). Something changes them on one rank alone: a random "
+                "number, a callback or hook that depends on the rank, or faulty hardware."
+            )
 
     def names_by_id(self) -> dict[int, str]:
         """``id(parameter)`` -> its first name, for the module's parameters and the pieces that optimizers hold."""
@@ -169,7 +182,7 @@ class Residence:
         return keys
 
     def whole(self, name: str | None, value: Tensor) -> Tensor:
-        """The whole of a parameter, or of an optimizer's state of its shape. Collective over the ranks that divide it."""
+        """The whole of a parameter, or of optimizer state of its shape. Collective over the ranks that divide it."""
         return value if self.tensor is None or name is None else self.tensor.whole(name, value)
 
     def local(self, name: str | None, value: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The tensor axis as layers see it, and what crosses it: Megatron's conjugate pairs as autograd functions.
 
-A value is *whole* (equal on all tensor ranks, with equal gradients), *sharded* (each rank has its part of one dimension) or
-*partial* (the ranks' values must be added up). Each function says what it makes of what (Shoeybi et al. 2019, section 3;
-Korthikanti et al. 2022, section 4.2.2).
+A value is *whole* (equal on all tensor ranks, with equal gradients), *sharded* (each rank has its part of one
+dimension) or *partial* (the ranks' values must be added up). Each function says what it makes of what (Shoeybi et al.
+2019, section 3; Korthikanti et al. 2022, section 4.2.2).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class TensorAxis:
         size: number of tensor ranks.
         rank: this rank's place.
         group: the ranks; None while planning.
-        inside: values are inside of a unit, where the gradients of whole parameters that are used on a rank's part may stay
+        inside: values are inside of a unit, where the gradients of whole parameters that are used on a rank's part may
+            stay
             partial: they are added up once a step. Elsewhere each use adds them up.
         ledger: told of everything while planning.
     """
@@ -91,8 +92,9 @@ class Spec:
 
     Attributes:
         dim: the sharded dimension, counted from the front.
-        sections: sizes of the sections the whole dimension consists of; their sum is its size. A rank's part is its share
-            of the first, of the second, ... One section alone may be no multiple of the ranks: the last parts are padded.
+        sections: sizes of the sections the whole dimension consists of; their sum is its size. A rank's part is its
+            share of the first, of the second, ... One section alone may be no multiple of the ranks: the last parts
+            are padded.
         sequence: it is the token dimension between blocks (sequence parallelism), not features or heads.
     """
 

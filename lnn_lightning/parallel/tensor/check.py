@@ -1,7 +1,7 @@
 """The setup check: each kind of unit, divided, against itself undivided; results and gradients.
 
-The plan is right by construction as long as every rule is, and every operation is seen. This is the net below: what does
-not give the same numbers is not divided, and that is said.
+The plan is right by construction as long as every rule is, and every operation is seen. This is the net below: what
+does not give the same numbers is not divided, and that is said.
 """
 
 from __future__ import annotations

@@ -77,25 +77,47 @@ class TensorSharding:
         shape[spec.dim] = spec.local(self.outside.size)
         return torch.Size(shape)
 
-    def sum_partial_gradients(self, local_of: Callable[[Tensor], Tensor]) -> None:
-        """Adds up the gradients of whole parameters that each rank used on its part alone; in few all-reduces.
+    def settle_gradients(self, local_of: Callable[[Tensor], Tensor]) -> None:
+        """Makes the gradients of whole parameters equal on all tensor ranks, in one all-reduce a dtype.
+
+        Partial ones (each rank used the parameter on its part of the values alone) are added up. Others are equal but
+        for what atomic additions on an accelerator do; their mean keeps the ranks from drifting apart.
 
         Args:
             local_of: what this data rank has of a tensor.
         """
-        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, bool]]] = {}
         for name, parameter in self.root.named_parameters():
-            if name not in self.plan.partial or is_stand_in(parameter) or not parameter.requires_grad:
+            if name in self.plan.specs or is_stand_in(parameter) or not parameter.requires_grad:
                 continue
+            partial = name in self.plan.partial
             if parameter.grad is None:
+                if not partial:
+                    continue
                 parameter.grad = torch.zeros_like(parameter)
             gradient = local_of(parameter.grad)
-            by_kind.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-        for gradients in by_kind.values():
-            flat = torch._utils._flatten_dense_tensors(gradients)
+            by_kind.setdefault((gradient.dtype, gradient.device), []).append((gradient, partial))
+        for pairs in by_kind.values():
+            gradients = [gradient for gradient, _ in pairs]
+            flat = torch.cat([(each if partial else each / self.outside.size).reshape(-1) for each, partial in pairs])
             dist.all_reduce(flat, group=self.outside.group)
-            for gradient, summed in zip(gradients, torch._utils._unflatten_dense_tensors(flat, gradients), strict=True):
-                gradient.copy_(summed)
+            for gradient, settled in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+                gradient.copy_(settled.view(gradient.shape))
+
+    def drifted(self, local_of: Callable[[Tensor], Tensor]) -> list[str]:
+        """Names of whole parameters on this rank that are not bit for bit the same on all tensor ranks. Collective."""
+        whole = [
+            (name, local_of(parameter.detach()))
+            for name, parameter in self.root.named_parameters()
+            if name not in self.plan.specs and not is_stand_in(parameter)
+        ]
+        if not whole:
+            return []
+        sums = torch.stack([_checksum(value) for _, value in whole])
+        lowest, highest = sums.clone(), sums.clone()
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self.outside.group)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.outside.group)
+        return [name for (name, _), differs in zip(whole, (lowest != highest).tolist(), strict=True) if differs]
 
     @contextmanager
     def whole_shapes(self) -> Iterator[None]:
@@ -103,7 +125,7 @@ class TensorSharding:
         if not self._installed:
             yield
             return
-        saved: list[tuple[dict[str, Any], str, Tensor]] = []
+        saved: list[tuple[dict[str, Any], str, Any]] = []
         names = {id(parameter): name for name, parameter in self.root.named_parameters()}
         made: dict[str, Tensor] = {}
         try:
@@ -123,6 +145,13 @@ class TensorSharding:
         finally:
             for store, key, parameter in saved:
                 store[key] = parameter
+
+
+def _checksum(value: Tensor) -> Tensor:
+    """A number that depends on every bit of a tensor and its place."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
+    bits = value.contiguous().view(integers).reshape(-1).long()
+    return (bits * (torch.arange(bits.numel(), device=bits.device) * 2 + 1)).sum()  # wraps around
 
 
 def _blank(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,7 +1,7 @@
 """How sharded layers and units take the place of the user's: by their class, so that names, state and copies stay.
 
-A linear layer or unit gets a subclass of its own class; parameters used by bare functions (``F.linear(x, self.weight)``) are
-recognised by a mode that is on while their unit runs.
+A linear layer or unit gets a subclass of its own class; parameters used by bare functions (``F.linear(x,
+self.weight)``) are recognised by a mode that is on while their unit runs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _subclass(base: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Mod
 
 def take_class(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Gives a module another ``forward``; ``original_forward`` finds its own."""
-    module.__class__ = _subclass(type(module), forward)
+    module.__class__ = _subclass(type(module), forward)  # type: ignore[arg-type]
 
 
 def give_back_class(module: nn.Module) -> None:
@@ -131,8 +131,8 @@ class ParameterMode(TorchFunctionMode):
 
     Args:
         roles: ``id(parameter)`` -> role.
-        shares: ``id(parameter)`` of whole parameters whose gradients are added up over the ranks: where they are used on
-            wholes, each rank's gradient is counted as a share.
+        shares: ``id(parameter)`` of whole parameters whose gradients are added up over the ranks: where they are used
+            on wholes, each rank's gradient is counted as a share.
         axis: tensor ranks.
     """
 
@@ -306,7 +306,7 @@ def run_unit(state: UnitState, forward: Callable[..., Any], args: Any, kwargs: A
     """Runs a unit in its region: values come in whole (or sharded along tokens), and go out so."""
     plan = state.plan
     if plan.sequence is None:
-        args, kwargs, active = *wholes((tuple(args), kwargs)), False
+        (args, kwargs), active = wholes((tuple(args), kwargs)), False
     else:
         args, kwargs, active = _sharded_argument(state, forward, args, kwargs)
     with ExitStack() as stack:

@@ -274,8 +274,10 @@ def _given_roles(root: nn.Module, given: Mapping[str, str]) -> dict[str, Role]:
         fitting = [name for name in layers if fnmatchcase(name, pattern)]
         if not fitting:
             raise StepError(
-                f"`tensor_parallel_plan` names {pattern!r}, which fits no layer of {type(root).__name__}. Layers are named as "
-                f"in `named_modules()`, for example {', '.join(repr(name) for name in list(layers)[:4])}; '*.q_proj' names many."
+                f"`tensor_parallel_plan` names {pattern!r}, which fits no layer of {type(root).__name__}. Layers are "
+                "named as "
+                f"in `named_modules()`, for example {', '.join(repr(name) for name in list(layers)[:4])}; '*.q_proj' "
+                "names many."
             )
         for name in fitting:
             for parameter in layers[name].parameters(recurse=False):
@@ -295,9 +297,9 @@ def _check_given(root: nn.Module, wanted: Mapping[str, Role], plan: TensorPlan, 
         got = found.get(name, REPLICATE)
         if got.kind != role.kind and not (role.kind == "column" and got.kind == "vocabulary"):
             shape = tuple(root.get_parameter(name).shape)
-            reasons = [reason for unit, reason in plan.undivided.items() if name.startswith(unit + ".") or not unit]
+            causes = [reason for unit, reason in plan.undivided.items() if name.startswith(unit + ".") or not unit]
+            cause = causes[0] if causes else "its divided dimension is no multiple of that, or no linear layer uses it"
             raise StepError(
-                f"`tensor_parallel_plan` wants {name!r} of shape {shape} to be {role.kind}, which is not possible over {size} "
-                f"tensor ranks{f' ({reasons[0]})' if reasons else ': the divided dimension is no multiple of that, or no '}"
-                f"{'' if reasons else 'linear layer uses it'}. Leave it out, or change `tensor_parallel_size`."
+                f"`tensor_parallel_plan` wants {name!r} of shape {shape} to be {role.kind}, which is not possible over "
+                f"{size} tensor ranks: {cause}. Leave it out, or change `tensor_parallel_size`."
             )

@@ -1,9 +1,9 @@
 """Finds which layers of a unit to divide, and how, by trying on tensors without data.
 
-A trial runs the unit's own ``forward`` on the meta device with parts in place of wholes. Layers met on the way get the role
-that suits what they are given (a whole: column; divided features: row), and everything that would be sent is booked. Where
-an operation has no rule, the whole is gathered and the layers it came from are noted; other roles for these are tried until
-nothing is cheaper. So every plan is right; the search makes it cheap.
+A trial runs the unit's own ``forward`` on the meta device with parts in place of wholes. Layers met on the way get the
+role that suits what they are given (a whole: column; divided features: row), and everything that would be sent is
+booked. Where an operation has no rule, the whole is gathered and the layers it came from are noted; other roles for
+these are tried until nothing is cheaper. So every plan is right; the search makes it cheap.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from lnn_lightning.parallel.tensor.modules import (
     sequence_spec,
     take_class,
 )
-from lnn_lightning.parallel.tensor.sharded import ShardingError, is_sharded, spec_of, wrap
+from lnn_lightning.parallel.tensor.sharded import Sharded, ShardingError, is_sharded, spec_of, wrap
 
 FLOPS_PER_BYTE = 8
-"""What sending a byte is worth in floating-point operations: low, so that layers are divided wherever that makes sense."""
+"""What sending a byte is worth in floating-point operations: low, so that layers are divided wherever that makes "
+"sense."""
 _MAX_TRIALS = 60
 
 
@@ -276,7 +277,7 @@ class UnitPlanner:
         """Other roles worth trying: first those that an operation asked for, then replicated layers."""
         blamed = list(best.gathers)
         if best.error is not None:
-            origins = getattr(best.error, "origins", frozenset())
+            origins: frozenset[str] = getattr(best.error, "origins", frozenset())
             blamed = list(origins) or list(reversed(best.roles))
         for name in blamed:
             for sections in sorted(best.gathers.get(name, ("", set()))[1], key=len):
@@ -372,14 +373,14 @@ class UnitPlanner:
             trying = replace(plan, sequence=dim, argument=argument, output=output)
             trial = self._trial(forced, trying)
             out = tree_leaves(trial.out)[output] if trial.error is None else None
-            stays = is_sharded(out) and spec_of(out).sequence and spec_of(out).dim == dim
+            stays = isinstance(out, Sharded) and spec_of(out).sequence and spec_of(out).dim == dim
             if stays and trial.cost <= best.cost * 1.02 and trial.roles == best.roles:
                 made = self._made(trial)
                 return replace(made, sequence=dim, argument=argument, output=output)
         return plan
 
     def _stream(self, out: Any) -> tuple[str | int, Tensor, int] | None:
-        """The argument that runs through the unit: its name, a value of it, and the output leaf that goes on with it."""
+        """The argument that runs through the unit: name, value, and the output leaf that goes on with it."""
         args, kwargs = self.sample.unflatten(list(self.sample.leaves))
         outputs = [(index, leaf) for index, leaf in enumerate(tree_leaves(out)) if isinstance(leaf, Tensor)]
         for key, value in [*enumerate(args), *kwargs.items()]:

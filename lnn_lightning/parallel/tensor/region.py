@@ -1,4 +1,4 @@
-"""What one call of a sharded unit shares between its layers: values that were already made ready for several of them."""
+"""What one call of a sharded unit shares between its layers: values made ready for several of them."""
 
 from __future__ import annotations
 

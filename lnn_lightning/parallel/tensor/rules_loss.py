@@ -76,8 +76,8 @@ def _over_vocabulary(func: Any, args: Args, kwargs: Kwargs) -> Any:
     value = args[0]
     given = args[1] if len(args) > 1 else kwargs.get("dim")
     keepdim = bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
-    one = isinstance(given, int) and given % value.ndim == spec_of(value).dim and len(spec_of(value).sections) == 1
-    if not one:
+    spec = spec_of(value)
+    if not isinstance(given, int) or given % value.ndim != spec.dim or len(spec.sections) > 1:
         return _reduced(func, args, kwargs)
     part = _part(value)
     if part is None:

@@ -31,21 +31,24 @@ Kwargs = dict[str, Any]
 # ------------------------------------------------------------------ elementwise
 
 _ELEMENTWISE = """
-abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor bool byte
-cdouble ceil cfloat clamp clamp_max clamp_min clip clone conj copy conj_physical contiguous copysign cos cosh cpu cuda detach digamma
-div divide double eq erf erfc erfinv exp exp2 expm1 fill float float_power floor floor_divide fmax fmin fmod frac ge greater
-greater_equal gt half heaviside hypot int isclose isfinite isinf isnan le lerp less less_equal lgamma log log10 log1p log2
-logaddexp logical_and logical_not logical_or logical_xor logit long lt masked_fill maximum minimum mul multiply nan_to_num ne neg
-negative not_equal positive pow rad2deg real imag reciprocal relu remainder round rsqrt sgn short sigmoid sign signbit sin sinc
-sinh sqrt square sub subtract tan tanh true_divide trunc where xlogy bfloat16 zero
-celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu6 rrelu selu silu softplus softshrink
-softsign tanhshrink threshold
-__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__ __rfloordiv__ __mod__
-__rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__
-__rand__ __ror__ __rxor__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__
+abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
+bool byte cdouble ceil cfloat clamp clamp_max clamp_min clip clone conj copy conj_physical contiguous copysign cos cosh
+cpu cuda detach digamma div divide double eq erf erfc erfinv exp exp2 expm1 fill float float_power floor floor_divide
+fmax fmin fmod frac ge greater greater_equal gt half heaviside hypot int isclose isfinite isinf isnan le lerp less
+less_equal lgamma log log10 log1p log2 logaddexp logical_and logical_not logical_or logical_xor logit long lt
+masked_fill maximum minimum mul multiply nan_to_num ne neg negative not_equal positive pow rad2deg real imag reciprocal
+relu remainder round rsqrt sgn short sigmoid sign signbit sin sinc sinh sqrt square sub subtract tan tanh true_divide
+trunc where xlogy bfloat16 zero celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish
+relu6 selu silu softplus softshrink softsign tanhshrink threshold
+__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__ __rfloordiv__
+__mod__ __rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__
+__or__ __xor__ __rand__ __ror__ __rxor__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__
 """.split()
 _LIKE = ["zeros_like", "ones_like", "empty_like", "full_like"]
-_RANDOM_LIKE = ["rand_like", "randn_like", "bernoulli"]
+_RANDOM_LIKE = [
+    *("rand_like", "randn_like", "bernoulli", "rrelu"),
+    *("uniform", "normal", "exponential", "random", "log_normal", "cauchy", "geometric"),
+]
 _DROPOUTS = [F.dropout, F.alpha_dropout, torch.dropout, torch.dropout_, torch.alpha_dropout, F.feature_alpha_dropout]
 
 
@@ -229,7 +232,7 @@ def _pairs(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @rule(F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
 def _layer_norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    names: tuple[str, ...] = ("input", "normalized_shape", "weight", "bias", "eps")
     if func in (F.rms_norm, torch.rms_norm):
         names = ("input", "normalized_shape", "weight", "eps")
     given = {**dict(zip(names, args, strict=False)), **kwargs}

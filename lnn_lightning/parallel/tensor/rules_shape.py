@@ -31,8 +31,8 @@ Kwargs = dict[str, Any]
 def moved_spec(spec: Spec, shape: Sequence[int], new: Sequence[int], size: int) -> Spec | None:
     """Where the shard is once a whole of ``shape`` is viewed as ``new``; None if parts cannot be viewed so.
 
-    The whole's elements, in order, are ``outer`` groups of ``size`` equal runs, one for each rank; a view keeps that if it has
-    a dimension in which these groups begin.
+    The whole's elements, in order, are ``outer`` groups of ``size`` equal runs, one for each rank; a view keeps that
+    if it has a dimension in which these groups begin.
     """
     before = math.prod(shape[: spec.dim])
     position = 1
@@ -146,9 +146,10 @@ def _numel(func: Any, args: Args, kwargs: Kwargs) -> Any:
     *(T.new_empty, T.new_tensor, T.register_post_accumulate_grad_hook),
 )
 def _as_it_is(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    if func is T.type and (len(args) > 1 or kwargs):
-        return like(func(*args, **kwargs), spec_of(args[0]), args[0])
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    if func is T.type and isinstance(result, Tensor):
+        return like(result, spec_of(args[0]), args[0])
+    return result
 
 
 @rule(T.__repr__, T.__format__)
@@ -394,7 +395,7 @@ def _getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
             found = _index_sharded(func, value, each)
             if found is NotImplemented:
                 return NotImplemented
-            each, spec, place = *found, target
+            (each, spec), place = found, target
         source += each is not None
         target += not isinstance(each, int)
         local.append(each)

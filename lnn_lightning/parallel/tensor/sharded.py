@@ -1,9 +1,9 @@
 """Activations that know which part of a whole they are.
 
-A :class:`Sharded` tensor is a rank's plain local part with a note of what it is a part of. Code written with global sizes
-goes on working: shapes are those of the whole, and each operation has a rule (``rules_*.py``) that does the right thing on
-the part. What has no rule gets the whole, gathered: right, only slower. The note travels with the tensor, so nothing depends
-on where an operation is called from, a recomputation in the backward included.
+A :class:`Sharded` tensor is a rank's plain local part with a note of what it is a part of. Code written with global
+sizes goes on working: shapes are those of the whole, and each operation has a rule (``rules_*.py``) that does the right
+thing on the part. What has no rule gets the whole, gathered: right, only slower. The note travels with the tensor, so
+nothing depends on where an operation is called from, a recomputation in the backward included.
 """
 
 from __future__ import annotations
@@ -93,6 +93,11 @@ def axis_of(value: Tensor) -> TensorAxis:
     return value._axis  # type: ignore[attr-defined]
 
 
+def origins_of(value: Any) -> frozenset[str]:
+    """Names of the layers that a part comes from; known while planning."""
+    return value._origins
+
+
 def plain(value: Tensor) -> Tensor:
     """The part itself, as an ordinary tensor."""
     if not is_sharded(value):
@@ -156,7 +161,7 @@ def refused(func: Any, value: Tensor, sections: Sequence[int] | None = None) -> 
     """For rules: there is none for this case; tells a planner under which sections there would be."""
     axis = axis_of(value)
     if axis.ledger is not None and sections is not None:
-        axis.ledger.gathered(name_of(func), value._origins, tuple(sections))  # type: ignore[attr-defined]
+        axis.ledger.gathered(name_of(func), origins_of(value), tuple(sections))
     return NotImplemented
 
 
@@ -177,20 +182,22 @@ def _axis_of(*trees: Any) -> TensorAxis | None:
 
 
 def _pass_on_origins(result: Any, *trees: Any) -> None:
-    origins = frozenset().union(*(value._origins for value in tree_tensors(trees) if is_sharded(value)))
+    origins = frozenset().union(*(origins_of(value) for value in tree_tensors(trees) if is_sharded(value)))
     for value in tree_tensors(result):
         if is_sharded(value):
-            value._origins = value._origins | origins
+            value._origins = origins_of(value) | origins  # type: ignore[attr-defined]
 
 
 def _on_wholes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = name_of(func)
     parts = [value for value in tree_tensors((args, kwargs)) if is_sharded(value)]
-    origins = frozenset().union(*(value._origins for value in parts))
+    origins = frozenset().union(*(origins_of(value) for value in parts))
     if name in ("__reduce_ex__", "share_memory_") or (args and is_sharded(args[0]) and _writes(name)):
         raise ShardingError(
-            f"`{name}` on an activation that is divided over the tensor ranks (whole shape {whole_shape(parts[0])}) is not "
-            "possible. Give the layers around it another role with `tensor_parallel_plan={'<layer>': 'replicate'}`, or use "
+            f"`{name}` on an activation that is divided over the tensor ranks (whole shape {whole_shape(parts[0])}) "
+            "is not "
+            "possible. Give the layers around it another role with `tensor_parallel_plan={'<layer>': 'replicate'}`, "
+            "or use "
             "an operation that is not in place.",
             origins,
         )
