@@ -36,8 +36,8 @@ class TensorAxis:
         size: number of tensor ranks.
         rank: this rank's place.
         group: the ranks; None while planning.
-        inside: values are inside of a unit, where the gradients of whole parameters that are used on a rank's part may
-            stay
+        inside: values are inside of a unit, where the gradients of whole parameters that are used on a rank's part
+            may stay
             partial: they are added up once a step. Elsewhere each use adds them up.
         ledger: told of everything while planning.
     """

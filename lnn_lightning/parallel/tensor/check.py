@@ -25,9 +25,9 @@ from lnn_lightning.parallel.step.trace import Trace
 from lnn_lightning.parallel.step.tree import Unflatten, tree_tensors
 from lnn_lightning.parallel.tensor.axis import TensorAxis, take_part
 from lnn_lightning.parallel.tensor.install import install_unit
-from lnn_lightning.parallel.tensor.modules import UnitPlan
 from lnn_lightning.parallel.tensor.plan import TensorPlan, local_spec
 from lnn_lightning.parallel.tensor.sharded import wholes
+from lnn_lightning.parallel.tensor.units import UnitPlan
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _NARROW_TOLERANCE = 5e-2

@@ -16,17 +16,15 @@ from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, join_parts, tak
 from lnn_lightning.parallel.tensor.layers import REPLICATE, Role
 from lnn_lightning.parallel.tensor.modules import (
     LayerRole,
-    UnitPlan,
-    UnitState,
     is_conv1d,
     linear_forward,
     multihead_forward,
     sharding_suspended,
     take_class,
-    unit_forward,
 )
 from lnn_lightning.parallel.tensor.plan import TensorPlan
-from lnn_lightning.parallel.tensor.planner import forward_with_rules
+from lnn_lightning.parallel.tensor.trial import forward_with_rules
+from lnn_lightning.parallel.tensor.units import UnitPlan, UnitState, unit_forward
 
 
 class TensorSharding:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lnn_lightning.parallel.tensor import rules_loss as rules_loss  # registers its rules
-from lnn_lightning.parallel.tensor import rules_shape as rules_shape  # as well
+from lnn_lightning.parallel.tensor import rules_cut as rules_cut  # registers its rules, as the next does
+from lnn_lightning.parallel.tensor import rules_loss as rules_loss
 from lnn_lightning.parallel.tensor.axis import (
     Spec,
     TensorAxis,

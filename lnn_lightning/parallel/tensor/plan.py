@@ -13,8 +13,9 @@ from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.trace import Key, TensorInfo, Trace
 from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis
 from lnn_lightning.parallel.tensor.layers import REPLICATE, Role
-from lnn_lightning.parallel.tensor.modules import UnitPlan, sequence_spec
-from lnn_lightning.parallel.tensor.planner import CallSample, UnitPlanner
+from lnn_lightning.parallel.tensor.planner import UnitPlanner
+from lnn_lightning.parallel.tensor.trial import CallSample
+from lnn_lightning.parallel.tensor.units import UnitPlan, sequence_spec
 
 ROLES = {"colwise": "column", "rowwise": "row", "replicate": "replicate"}
 """Words of a user's ``tensor_parallel_plan`` (transformers' and torch's) -> roles."""

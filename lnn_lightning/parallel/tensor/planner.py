@@ -9,9 +9,9 @@ these are tried until nothing is cheaper. So every plan is right; the search mak
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,82 +20,27 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from lnn_lightning.parallel.step.leftovers import nothing_left_behind
-from lnn_lightning.parallel.step.tree import Unflatten, tree_leaves
+from lnn_lightning.parallel.step.tree import tree_leaves
 from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, take_part
+from lnn_lightning.parallel.tensor.calls import embedding_call, linear_call
 from lnn_lightning.parallel.tensor.layers import REPLICATE, Role
-from lnn_lightning.parallel.tensor.modules import (
-    UnitPlan,
-    UnitState,
-    conv1d_forward,
-    embedding_call,
-    find_argument,
-    give_back_class,
-    is_conv1d,
-    linear_call,
-    multihead_forward,
-    run_unit,
-    sequence_spec,
-    take_class,
-)
 from lnn_lightning.parallel.tensor.sharded import Sharded, ShardingError, is_sharded, spec_of, wrap
+from lnn_lightning.parallel.tensor.trial import (
+    CallSample,
+    Trial,
+    computes,
+    is_uneven,
+    meta_of,
+    on_meta,
+    reason_of,
+    replace_ledger,
+    swapped_classes,
+)
+from lnn_lightning.parallel.tensor.units import UnitPlan, UnitState, find_argument, run_unit, sequence_spec
 
 FLOPS_PER_BYTE = 8
-"""What sending a byte is worth in floating-point operations: low, so that layers are divided wherever that makes "
-"sense."""
+"""What sending a byte is worth in operations: little, so that layers are divided wherever that makes sense."""
 _MAX_TRIALS = 60
-
-
-@dataclass(frozen=True)
-class CallSample:
-    """What a unit was called with when the step was traced.
-
-    Attributes:
-        leaves: real values where they follow from the batch alone, fake tensors for results of other units.
-        unflatten: builds ``(args, kwargs)`` from leaves.
-        loss_outputs: numbers of output leaves that a cross entropy is computed from.
-    """
-
-    leaves: tuple[Any, ...]
-    unflatten: Unflatten
-    loss_outputs: frozenset[int] = frozenset()
-
-
-@dataclass
-class Trial:
-    """What a run on the meta device showed; also the ledger of that run."""
-
-    roles: dict[str, Role] = field(default_factory=dict)
-    transposed: set[str] = field(default_factory=set)
-    biases: dict[str, str] = field(default_factory=dict)
-    partial_ids: set[int] = field(default_factory=set)
-    used_whole: set[str] = field(default_factory=set)
-    gathers: dict[str, tuple[str, set[tuple[int, ...]]]] = field(default_factory=dict)
-    forward: int = 0
-    backward: int = 0
-    waste: float = 0.0
-    error: Exception | None = None
-    out: Any = None
-
-    def sent(self, what: str, forward: int, backward: int) -> None:
-        """See :class:`~lnn_lightning.parallel.tensor.axis.Ledger`."""
-        self.forward += forward
-        self.backward += backward
-
-    def partial(self, parameter: Tensor) -> None:
-        """See :class:`~lnn_lightning.parallel.tensor.axis.Ledger`."""
-        self.partial_ids.add(id(parameter))
-
-    def gathered(self, operation: str, origins: frozenset[str], sections: tuple[int, ...] | None) -> None:
-        """See :class:`~lnn_lightning.parallel.tensor.axis.Ledger`."""
-        for name in origins:
-            _, hints = self.gathers.setdefault(name, (operation, set()))
-            if sections is not None:
-                hints.add(sections)
-
-    @property
-    def cost(self) -> float:
-        """Bytes sent, and what is computed on every rank again, as bytes."""
-        return float("inf") if self.error is not None else self.forward + self.backward + self.waste
 
 
 class _Watch(TorchFunctionMode):
@@ -107,7 +52,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         planner, trial, kwargs = self._planner, self._trial, kwargs or {}
-        args, kwargs = _on_meta(args), {key: _on_meta(value) for key, value in kwargs.items()}
+        args, kwargs = meta_of(args), {key: meta_of(value) for key, value in kwargs.items()}
         layer = linear_call(func, args, kwargs) or embedding_call(func, args, kwargs)
         if layer is not None and (name := planner.names.get(id(layer.weight))) is not None:
             role = self._role(name, layer)
@@ -129,7 +74,7 @@ class _Watch(TorchFunctionMode):
                 trial.waste += planner.waste(layer)
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, nn.Parameter) and (name := planner.names.get(id(value))) is not None:
-                if not any(is_sharded(other) for other in tree_leaves((args, kwargs))) and _computes(func):
+                if not any(is_sharded(other) for other in tree_leaves((args, kwargs))) and computes(func):
                     trial.used_whole.add(name)
         return func(*args, **kwargs)
 
@@ -149,13 +94,13 @@ class _Watch(TorchFunctionMode):
             wanted = Role("column", wanted.sections)
         if wanted.kind == "column":
             spec = Spec(0, wanted.sections or (shape[out],))
-            if spec.total == shape[out] and (spec.fits(size) if planner.may_pad(name) else not _uneven(spec, size)):
+            if spec.total == shape[out] and (spec.fits(size) if planner.may_pad(name) else not is_uneven(spec, size)):
                 return Role("column", spec.sections)
         if wanted.kind == "row":
             sections = wanted.sections or (shape[into],)
             if is_sharded(layer.value) and spec_of(layer.value).dim == layer.value.ndim - 1:
                 sections = spec_of(layer.value).sections
-            if sum(sections) == shape[into] and not _uneven(Spec(0, sections), size):
+            if sum(sections) == shape[into] and not is_uneven(Spec(0, sections), size):
                 return Role("row", sections)
         return REPLICATE
 
@@ -206,7 +151,7 @@ class UnitPlanner:
         with self._tried():
             best, forced = self._search()
             if best.error is not None:
-                return None, _reason(best.error)
+                return None, reason_of(best.error)
             divided = {name: role for name, role in best.roles.items() if role != REPLICATE}
             if not divided:
                 return None, "it has no layer that can be divided"
@@ -239,7 +184,7 @@ class UnitPlanner:
             trial = self._trial(plan.roles, plan if plan.sequence is not None else None)
             made = self._made(trial)
         if trial.error is not None:
-            return None, _reason(trial.error)
+            return None, reason_of(trial.error)
         divided = {name for name, role in {**plan.roles, **made.roles}.items() if role != REPLICATE}
         clash = (trial.used_whole & (plan.partial | divided)) | {
             name for name, role in made.roles.items() if plan.roles.get(name, role) != role
@@ -308,7 +253,7 @@ class UnitPlanner:
     def _why(self, trial: Trial, name: str) -> str:
         if name in trial.gathers:
             return f"`{trial.gathers[name][0]}` needs its whole result"
-        return "" if trial.error is None else _reason(trial.error)
+        return "" if trial.error is None else reason_of(trial.error)
 
     def _trial(self, forced: Mapping[str, Role], plan: UnitPlan | None = None) -> Trial:
         self.trials += 1
@@ -317,7 +262,7 @@ class UnitPlanner:
         state = UnitState(
             plan or UnitPlan(open_outputs=self.sample.loss_outputs), axis, replace_ledger(axis, trial, False)
         )
-        leaves = [_on_meta(leaf, True) for leaf in self.sample.leaves]
+        leaves = [meta_of(leaf, True) for leaf in self.sample.leaves]
         args, kwargs = self.sample.unflatten(leaves)
         forward = type(self.unit).forward.__get__(self.unit)
         if "forward" in vars(self.unit):
@@ -401,94 +346,3 @@ def _argument_name(unit: nn.Module, key: int | str) -> int | str:
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     return names[key] if key < len(names) else key
-
-
-def replace_ledger(axis: TensorAxis, trial: Trial, inside: bool = True) -> TensorAxis:
-    """The planning axis that books into a trial."""
-    return TensorAxis(axis.size, 0, inside=inside, ledger=trial)
-
-
-def _uneven(spec: Spec, size: int) -> bool:
-    return any(section % size for section in spec.sections)
-
-
-def _computes(func: Any) -> bool:
-    return getattr(func, "__name__", "") not in (
-        "__get__",
-        "size",
-        "dim",
-        "numel",
-        "__hash__",
-        "is_floating_point",
-        "__len__",
-    )
-
-
-def _reason(error: Exception) -> str:
-    text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__
-
-
-def _on_meta(value: Any, leaf: bool = False) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_on_meta(each) for each in value) if type(value) in (tuple, list) else value
-    if (
-        not isinstance(value, Tensor)
-        or is_sharded(value)
-        or (value.device.type == "meta" and not isinstance(value, FakeTensor))
-    ):
-        return value
-    if isinstance(value, FakeTensor) or leaf:
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        return made.requires_grad_().clone() if value.requires_grad else made
-    return value.to("meta")
-
-
-@contextmanager
-def on_meta(unit: nn.Module) -> Iterator[dict[int, str]]:
-    """Puts the unit's tensors on the meta device inside; yields ``id(parameter)`` -> name of those."""
-    names: dict[int, str] = {}
-    made: dict[int, Tensor] = {}
-    saved: list[tuple[dict[str, Any], str, Tensor]] = []
-    try:
-        for prefix, module in unit.named_modules():
-            for store in (module._parameters, module._buffers):
-                for name, tensor in list(store.items()):
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in made:
-                        blank = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-                        is_parameter = store is module._parameters
-                        made[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if is_parameter else blank
-                        if is_parameter:
-                            names[id(made[id(tensor)])] = f"{prefix}.{name}" if prefix else name
-                    saved.append((store, name, tensor))
-                    store[name] = made[id(tensor)]
-        yield names
-    finally:
-        for store, name, tensor in saved:
-            store[name] = tensor
-
-
-@contextmanager
-def swapped_classes(unit: nn.Module) -> Iterator[None]:
-    """Attention and transposed linear layers compute in operations that have rules."""
-    taken: list[nn.Module] = []
-    try:
-        for module in unit.modules():
-            if forward := forward_with_rules(module):
-                take_class(module, forward)
-                taken.append(module)
-        yield
-    finally:
-        for module in taken:
-            give_back_class(module)
-
-
-def forward_with_rules(module: nn.Module) -> Callable[..., Any] | None:
-    """Another ``forward`` for modules whose own one has no rule."""
-    if "forward" in vars(module):
-        return None
-    if isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward:
-        return multihead_forward
-    return conv1d_forward if is_conv1d(module) else None

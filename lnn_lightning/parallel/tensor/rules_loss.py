@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,12 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lnn_lightning.parallel.tensor import vocabulary
-from lnn_lightning.parallel.tensor.rules_math import _along, _functions, _reduced
+from lnn_lightning.parallel.tensor.rules_math import Args, Kwargs, functions
+from lnn_lightning.parallel.tensor.rules_reduce import along, reduced
 from lnn_lightning.parallel.tensor.sharded import axis_of, is_sharded, like, refused, rule, spec_of
 from lnn_lightning.parallel.tensor.vocabulary import VocabularyPart, vocabulary_part
 
-Args = Sequence[Any]
-Kwargs = dict[str, Any]
 _CROSS_ENTROPY, _NLL = inspect.signature(F.cross_entropy), inspect.signature(F.nll_loss)
 
 
@@ -57,13 +55,13 @@ def _loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return ours(value, target, part, **given)
 
 
-@rule(*_functions(["softmax", "log_softmax"]))
+@rule(*functions(["softmax", "log_softmax"]))
 def _softmax(func: Any, args: Args, kwargs: Kwargs) -> Any:
     value = args[0]
     given = args[1] if len(args) > 1 else kwargs.get("dim")
     dtype = kwargs.get("dtype", args[-1] if isinstance(args[-1], torch.dtype) else None)
     if given is None or given % value.ndim != spec_of(value).dim or len(spec_of(value).sections) > 1:
-        return _along(func, args, kwargs)
+        return along(func, args, kwargs)
     part = _part(value)
     if part is None:
         return like(_planned(func, value, args, kwargs), spec_of(value), value)
@@ -78,7 +76,7 @@ def _over_vocabulary(func: Any, args: Args, kwargs: Kwargs) -> Any:
     keepdim = bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
     spec = spec_of(value)
     if not isinstance(given, int) or given % value.ndim != spec.dim or len(spec.sections) > 1:
-        return _reduced(func, args, kwargs)
+        return reduced(func, args, kwargs)
     part = _part(value)
     if part is None:
         return _planned(func, value, args, kwargs)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lnn_lightning.parallel.step.randomness import forked_as
-from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, enter, reduce
+from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, reduce
 from lnn_lightning.parallel.tensor.randomness import forked_rng
 from lnn_lightning.parallel.tensor.sharded import (
     RULES,
@@ -52,7 +52,8 @@ _RANDOM_LIKE = [
 _DROPOUTS = [F.dropout, F.alpha_dropout, torch.dropout, torch.dropout_, torch.alpha_dropout, F.feature_alpha_dropout]
 
 
-def _functions(names: Sequence[str]) -> list[Any]:
+def functions(names: Sequence[str]) -> list[Any]:
+    """All forms of functions: of torch, of tensors, in place."""
     spaces = (torch, T, F, torch.special, torch._C._nn)
     found = [getattr(space, name, None) for name in names for space in spaces]
     found += [getattr(space, f"{name}_", None) for name in names if not name.endswith("_") for space in spaces]
@@ -67,7 +68,7 @@ def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     parts = [value for value in tensors if is_sharded(value)]
     lead = max(parts, key=lambda value: value.ndim)
     if len(tensors) == 1:
-        return _result(func(*args, **kwargs), spec_of(lead), lead)
+        return result_of(func(*args, **kwargs), spec_of(lead), lead)
     spec, axis = spec_of(lead), axis_of(lead)
     from_end = spec.dim - lead.ndim
     for part in parts:
@@ -94,7 +95,7 @@ def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     result = func(*args, **kwargs)
     if writes:
         return args[0]
-    return _result(result, spec.at(result.ndim + from_end), lead)
+    return result_of(result, spec.at(result.ndim + from_end), lead)
 
 
 class _DoesNotFit(Exception):
@@ -119,7 +120,8 @@ def _is_residual(tensors: Sequence[Tensor], spec: Spec, from_end: int) -> bool:
     )  # fmt: skip
 
 
-def _result(result: Any, spec: Spec, lead: Tensor) -> Any:
+def result_of(result: Any, spec: Spec, lead: Tensor) -> Any:
+    """Notes on a result, if it is a tensor, that it is a part."""
     if not isinstance(result, Tensor) or is_sharded(result):
         return result
     return like(result, spec, lead)
@@ -129,163 +131,36 @@ def _result(result: Any, spec: Spec, lead: Tensor) -> Any:
 def _converted(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not is_sharded(args[0]):
         return func(*args, **kwargs)  # its own shape stays: the other only tells dtype and device
-    return _result(func(*args, **kwargs), spec_of(args[0]), args[0])
+    return result_of(func(*args, **kwargs), spec_of(args[0]), args[0])
 
 
-@rule(*_functions(_LIKE))
+@rule(*functions(_LIKE))
 def _made_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return _result(func(*args, **kwargs), spec_of(args[0]), args[0])
+    return result_of(func(*args, **kwargs), spec_of(args[0]), args[0])
 
 
-@rule(*_functions(_RANDOM_LIKE), *_DROPOUTS)
+@rule(*functions(_RANDOM_LIKE), *_DROPOUTS)
 def _random(func: Any, args: Args, kwargs: Kwargs) -> Any:
     value = args[0] if args else kwargs["input"]
     with forked_as(axis_of(value).rank), forked_rng(value.device, axis_of(value).rank):
         result = func(*args, **kwargs)
-    return _result(result, spec_of(value), value)
+    return result_of(result, spec_of(value), value)
 
 
-for _function in _functions(_ELEMENTWISE):
+for _function in functions(_ELEMENTWISE):
     RULES.setdefault(_function, elementwise)
 
-# ------------------------------------------------------------------ reductions and what works along one dimension
+# ------------------------------------------------------------------ products
 
 
-def _dims(args: Args, kwargs: Kwargs, ndim: int, position: int = 1) -> list[int] | None:
-    given = args[position] if len(args) > position else kwargs.get("dim", kwargs.get("axis"))
-    if given is None:
-        return None
-    return [dim % ndim for dim in ([given] if isinstance(given, int) else given)]
-
-
-def _shrunk(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
-    return spec if keepdim else spec.at(spec.dim - sum(dim < spec.dim for dim in dims))
-
-
-@rule(*_functions(["sum", "mean"]))
-def _sum(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    value = args[0] if args else kwargs["input"]
-    spec, axis = spec_of(value), axis_of(value)
-    if spec.padded(axis.size):
-        return refused(func, value)
-    dims = _dims(args, kwargs, value.ndim)
-    keepdim = bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
-    if dims is not None and spec.dim not in dims:
-        return like(func(*args, **kwargs), _shrunk(spec, dims, keepdim), value)
-    result = reduce(func(*args, **kwargs), axis)
-    return result / axis.size if func in (torch.mean, T.mean) else result
-
-
-@rule(
-    *_functions(["var", "std", "amax", "amin", "prod", "logsumexp", "argmax", "argmin", "norm", "any", "all", "nansum"])
-)
-def _reduced(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    value = args[0]
-    position = 2 if func in (torch.norm, T.norm) else 1
-    dims = _dims(args, kwargs, value.ndim, position)
-    if not dims or spec_of(value).dim in dims or any(isinstance(each, bool) for each in args):
-        return refused(func, value)
-    result = func(*args, **kwargs)
-    return like(result, _shrunk(spec_of(value), dims, bool(kwargs.get("keepdim", False))), value)
-
-
-@rule(*_functions(["softmax", "log_softmax", "softmin", "cumsum", "cumprod", "normalize", "glu", "tril", "triu"]))
-def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    value = args[0]
-    if func in (torch.tril, T.tril, torch.triu, T.triu):
-        dims: list[int] | None = [value.ndim - 1, value.ndim - 2]
-    else:
-        default = {"dim": 1} if func is F.normalize else {"dim": -1} if func is F.glu else {}
-        dims = _dims(args, {**default, **kwargs}, value.ndim, 2 if func is F.normalize else 1)
-    if func is F.glu and dims == [spec_of(value).dim]:
-        halves = RULES[torch.chunk](torch.chunk, (value, 2, dims[0]), {})
-        if halves is NotImplemented:
-            return NotImplemented
-        return elementwise(torch.mul, (halves[0], elementwise(torch.sigmoid, (halves[1],), {})), {})
-    if not dims or spec_of(value).dim in dims:
-        return refused(func, value)
-    return _result(func(*args, **kwargs), spec_of(value), value)
-
-
-@rule(*_functions(["topk", "sort", "max", "min", "var_mean", "std_mean", "median"]))
-def _pairs(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    value = args[0]
-    if len(args) > 1 and isinstance(args[1], Tensor):
-        return elementwise(func, args, kwargs)
-    if func in (torch.topk, T.topk, torch.sort, T.sort):
-        at = 2 if func in (torch.topk, T.topk) else 1
-        dims = _dims(args, {"dim": -1, **kwargs}, value.ndim, at)
-        keepdim = True
-    else:
-        dims = _dims(args, kwargs, value.ndim)
-        keepdim = bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
-    if not dims or spec_of(value).dim in dims:
-        return refused(func, value)
-    spec = _shrunk(spec_of(value), dims, keepdim)
-    result = func(*args, **kwargs)
-    parts = [like(each, spec, value) for each in result]
-    return type(result)(parts) if type(result) is not tuple else tuple(parts)
-
-
-# ------------------------------------------------------------------ normalisation
-
-
-@rule(F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
-def _layer_norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    names: tuple[str, ...] = ("input", "normalized_shape", "weight", "bias", "eps")
-    if func in (F.rms_norm, torch.rms_norm):
-        names = ("input", "normalized_shape", "weight", "eps")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    value = given["input"]
-    if not is_sharded(value) or is_sharded(given.get("weight")):
-        return NotImplemented
-    spec, axis = spec_of(value), axis_of(value)
-    shape = given["normalized_shape"]
-    first = value.ndim - (1 if isinstance(shape, int) else len(shape))
-    if spec.dim < first:
-        for name in ("weight", "bias"):
-            if given.get(name) is not None:
-                given[name] = _whole_operand(given[name], axis)
-        return like(func(**given) if func in (F.layer_norm, F.rms_norm) else func(*given.values()), spec, value)
-    if first != value.ndim - 1 or spec.padded(axis.size):
-        return refused(func, value)
-    return _norm_of_features(value, spec, axis, given, centred="bias" in names)
-
-
-def _whole_operand(value: Tensor, axis: TensorAxis) -> Tensor:
+def whole_operand(value: Tensor, axis: TensorAxis) -> Tensor:
     """A whole operand that does not extend along the sharded dimension."""
     made = operand(value, -value.ndim - 1, Spec(0, (1,)), axis)
     assert made is not None
     return made
 
 
-def _norm_of_features(value: Tensor, spec: Spec, axis: TensorAxis, given: Kwargs, centred: bool) -> Tensor:
-    """Layer norm (or RMS norm) over features that are divided: their sums are added up over the ranks."""
-    eps = given.get("eps")
-    dtype = torch.promote_types(value.dtype, torch.float32)
-    eps = torch.finfo(value.dtype).eps if eps is None else eps
-    result = value.to(dtype)
-    total = spec.total
-
-    def mean(part: Tensor) -> Tensor:
-        added = reduce(part.sum(-1, keepdim=True), axis) / total
-        return enter(added, axis)
-
-    if centred:
-        result = result - mean(result)
-    result = result * torch.rsqrt(mean(result.square()) + eps)
-    for name, combine in (("weight", torch.mul), ("bias", torch.add)):
-        if given.get(name) is not None:
-            made = operand(given[name], -1, spec, axis)
-            assert made is not None
-            result = combine(result, made)
-    return like(result.to(value.dtype), spec, value)
-
-
-# ------------------------------------------------------------------ products
-
-
-@rule(*_functions(["matmul", "__matmul__", "__rmatmul__", "bmm", "mm"]))
+@rule(*functions(["matmul", "__matmul__", "__rmatmul__", "bmm", "mm"]))
 def _matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
     left, right = [*args, *kwargs.values()]
     if func is getattr(T, "__rmatmul__", None):
@@ -308,7 +183,7 @@ def _matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if from_end < -2:
         made = operand(whole, from_end, spec, axis)
     elif from_end == (-2 if lead is left else -1):  # a free dimension: the other is used by every rank
-        made = _whole_operand(whole, axis)
+        made = whole_operand(whole, axis)
     else:
         return refused(func, lead)  # contracted
     if made is None:
@@ -355,7 +230,7 @@ def _einsum(func: Any, args: Args, kwargs: Kwargs) -> Any:
         made = (
             operand(value, term.index(letter) - value.ndim, spec, axis)
             if letter in term
-            else _whole_operand(value, axis)
+            else whole_operand(value, axis)
         )
         if made is None:
             return refused(func, lead)
@@ -374,8 +249,8 @@ def _linear(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not is_sharded(value) or spec_of(value).dim == value.ndim - 1:
         return refused(func, value) if is_sharded(value) else NotImplemented
     axis = axis_of(value)
-    weight = _whole_operand(given["weight"], axis)
-    bias = None if given.get("bias") is None else _whole_operand(given["bias"], axis)
+    weight = whole_operand(given["weight"], axis)
+    bias = None if given.get("bias") is None else whole_operand(given["bias"], axis)
     return like(F.linear(value, weight, bias), spec_of(value), value)
 
 

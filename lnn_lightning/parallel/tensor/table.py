@@ -7,8 +7,8 @@ from math import prod
 from torch import nn
 
 from lnn_lightning.parallel.tensor.layers import REPLICATE
-from lnn_lightning.parallel.tensor.modules import UnitPlan
 from lnn_lightning.parallel.tensor.plan import TensorPlan
+from lnn_lightning.parallel.tensor.units import UnitPlan
 
 
 def tensor_table(root: nn.Module, plan: TensorPlan) -> str:

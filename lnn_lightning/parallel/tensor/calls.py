@@ -1,0 +1,153 @@
+"""Functions called as layers: which parameter is the weight, and what the layer does in a role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+
+from lnn_lightning.parallel.tensor.axis import TensorAxis
+from lnn_lightning.parallel.tensor.layers import Role, run_embedding, run_linear
+from lnn_lightning.parallel.tensor.sharded import is_sharded
+
+
+def section_linear(value: Tensor, weight: Tensor, bias: Tensor | None, first: int, count: int) -> Tensor:
+    """A linear layer with some of the three sections of a fused weight.
+
+    Args:
+        value: shape (..., in).
+        weight: shape (3 * out, in).
+        bias: shape (3 * out,).
+        first: number of the first section.
+        count: how many.
+
+    Returns:
+        Shape (..., count * out).
+    """
+    if has_torch_function((value, weight)):
+        return handle_torch_function(section_linear, (value, weight), value, weight, bias, first, count)
+    width = weight.shape[0] // 3
+    rows = slice(first * width, (first + count) * width)
+    return F.linear(value, weight[rows], None if bias is None else bias[rows])
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A function called as a layer, with a bare parameter.
+
+    Attributes:
+        weight: its weight.
+        bias: its bias; None if it has none.
+        transposed: the weight is stored as (in, out).
+        value: its input.
+        options: those of an embedding; None for a linear layer.
+        thirds: (first, count) of the weight's three sections that are used; None: all of a plain weight.
+    """
+
+    weight: Any
+    bias: Any
+    transposed: bool
+    value: Any
+    options: Sequence[Any] | None = None
+    thirds: tuple[int, int] | None = None
+
+    def run(
+        self, weight: Tensor, bias: Tensor | None, role: Role, axis: TensorAxis, origins: Any = frozenset()
+    ) -> Tensor:
+        """The layer in a role, with a rank's parts."""
+        if self.options is not None:
+            return run_embedding(self.value, weight, self.options, role, axis)
+        if self.thirds is not None:
+            first, count = self.thirds
+            width = weight.shape[0] // 3
+            weight = weight.narrow(0, first * width, count * width)
+            bias = None if bias is None else bias.narrow(0, first * width, count * width)
+            role = Role(role.kind, role.sections[first : first + count])
+        return run_linear(self.value, weight, bias, role, axis, self.transposed, origins)
+
+
+_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+
+
+def linear_call(func: Any, args: Any, kwargs: Any) -> LayerCall | None:
+    """A call of a linear function with a two-dimensional parameter."""
+    if func is F.linear:
+        given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
+        call = LayerCall(given["weight"], given.get("bias"), False, given["input"])
+    elif func is section_linear:
+        call = LayerCall(args[1], args[2], False, args[0], thirds=(args[3], args[4]))
+    elif func in (torch.addmm, Tensor.addmm) and len(args) == 3 and not kwargs:
+        call = LayerCall(args[2], args[0], True, args[1])
+    elif func in _MATMULS and len(args) == 2 and not kwargs:
+        call = LayerCall(args[1], None, True, args[0])
+    else:
+        return None
+    usable = isinstance(call.weight, nn.Parameter) and call.weight.ndim == 2 and isinstance(call.value, Tensor)
+    return (
+        call if usable and call.value.ndim > 1 and (call.bias is None or isinstance(call.bias, nn.Parameter)) else None
+    )
+
+
+def embedding_call(func: Any, args: Any, kwargs: Any) -> LayerCall | None:
+    """A call of an embedding with a parameter."""
+    if func is not F.embedding:
+        return None
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    defaults = {"padding_idx": None, "max_norm": None, "norm_type": 2.0, "scale_grad_by_freq": False, "sparse": False}
+    given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+    if not isinstance(given["weight"], nn.Parameter):
+        return None
+    return LayerCall(given["weight"], None, False, given["input"], [given[name] for name in names[2:]])
+
+
+class ParameterMode(TorchFunctionMode):
+    """Recognises layers by the parameter that a function is called with.
+
+    Args:
+        roles: ``id(parameter)`` -> role.
+        shares: ``id(parameter)`` of whole parameters whose gradients are added up over the ranks: where they are used
+            on wholes, each rank's gradient is counted as a share.
+        axis: tensor ranks.
+    """
+
+    def __init__(self, roles: Mapping[int, Role], shares: frozenset[int], axis: TensorAxis) -> None:
+        super().__init__()
+        self._roles, self._shares, self._axis = roles, shares, axis
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        layer = linear_call(func, args, kwargs) or embedding_call(func, args, kwargs)
+        if layer is not None and (role := self._roles.get(id(layer.weight))) is not None:
+            return layer.run(layer.weight, layer.bias, role, self._axis)
+        if self._shares and not any(is_sharded(value) for value in _tensors(args, kwargs)):
+            args, kwargs = self._shared(args), {key: self._shared(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _shared(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._shared(each) for each in value)
+        return _Share.apply(value, self._axis.size) if id(value) in self._shares else value
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.size, None
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterator[Any]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (tuple, list)):
+            yield from value
+        else:
+            yield value

@@ -1,0 +1,178 @@
+"""A planned unit while it runs: values come in whole (or sharded along their tokens), and go out so."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lnn_lightning.parallel.step.tree import tree_flatten
+from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, scatter
+from lnn_lightning.parallel.tensor.calls import ParameterMode
+from lnn_lightning.parallel.tensor.layers import Role
+from lnn_lightning.parallel.tensor.modules import is_suspended, original_forward
+from lnn_lightning.parallel.tensor.region import Region, current_region, in_region
+from lnn_lightning.parallel.tensor.sharded import is_sharded, plain, spec_of, whole, wholes, wrap
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """How a unit runs; made by the planner.
+
+    Attributes:
+        roles: parameter name -> role of the layer it is the weight of.
+        transposed: names of weights stored as (in, out).
+        biases: name of a bias -> name of the weight it belongs to.
+        partial: names of whole parameters whose gradients must be added up over the ranks.
+        sequence: dimension of the values between units that stays sharded; None: they are whole.
+        argument: name or position of the argument of ``forward`` that is sharded so.
+        output: number of the output leaf that is.
+        open_outputs: numbers of output leaves whose last dimension may stay sharded (logits).
+        bytes: (forward, backward) bytes that each rank sends in one call.
+        reasons: parameter name -> why it has its role.
+    """
+
+    roles: dict[str, Role] = field(default_factory=dict)
+    transposed: frozenset[str] = frozenset()
+    biases: dict[str, str] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+    sequence: int | None = None
+    argument: str | int | None = None
+    output: int = 0
+    open_outputs: frozenset[int] = frozenset()
+    bytes: tuple[int, int] = (0, 0)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class UnitState:
+    """A planned unit on this rank's axis."""
+
+    plan: UnitPlan
+    axis: TensorAxis
+    outside: TensorAxis
+    bare: tuple[tuple[nn.Module, str, Role], ...] = ()
+    shared: tuple[tuple[nn.Module, str], ...] = ()
+    has_attention: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitState:
+        return UnitState(
+            self.plan,
+            self.axis,
+            self.outside,
+            copy.deepcopy(self.bare, memo),
+            copy.deepcopy(self.shared, memo),
+            self.has_attention,
+        )
+
+
+def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``forward`` of a planned unit."""
+    forward = original_forward(self, unit_forward)
+    if is_suspended() or current_region() is not None:
+        return forward(*args, **kwargs)
+    return run_unit(self.lnn_unit, forward, args, kwargs)
+
+
+def run_unit(state: UnitState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs a unit in its region: values come in whole (or sharded along tokens), and go out so."""
+    plan = state.plan
+    if plan.sequence is None:
+        (args, kwargs), active = wholes((tuple(args), kwargs)), False
+    else:
+        args, kwargs, active = _sharded_argument(state, forward, args, kwargs)
+    with ExitStack() as stack:
+        stack.enter_context(in_region(Region(plan.sequence if active else None)))
+        roles = {id(getattr(owner, name)): role for owner, name, role in state.bare}
+        shares = frozenset(id(getattr(owner, name)) for owner, name in state.shared)
+        needs_shares = plan.sequence is not None and not active and torch.is_grad_enabled()
+        if roles or (shares and needs_shares):
+            stack.enter_context(ParameterMode(roles, shares if needs_shares else frozenset(), state.axis))
+        if state.has_attention:
+            stack.enter_context(_slow_path())
+        out = forward(*args, **kwargs)
+    return _outputs(state, out, active)
+
+
+def _sharded_argument(state: UnitState, forward: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+    plan, axis = state.plan, state.axis
+    assert plan.sequence is not None
+    args, kwargs = list(args), dict(kwargs)
+    store, key = find_argument(forward, plan.argument, args, kwargs)
+    given = store[key]
+    dim = plan.sequence
+    spec = Spec(dim, (given.shape[dim],), sequence=True)
+    active = given.shape[dim] % axis.size == 0
+    if active and is_sharded(given) and spec_of(given) == spec:
+        mine = wrap(plain(given), spec, axis)
+    else:
+        mine = whole(given)
+        if active:
+            mine = wrap(scatter(mine, axis, spec), spec, axis)
+    store[key] = None
+    args, kwargs = wholes((tuple(args), kwargs))
+    args = list(args)
+    if isinstance(key, int):
+        args[key] = mine
+    else:
+        kwargs[key] = mine
+    return tuple(args), kwargs, active
+
+
+def find_argument(forward: Any, argument: str | int | None, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Where a call has an argument: (args or kwargs, its key there)."""
+    if isinstance(argument, int):
+        return args, argument
+    if argument in kwargs:
+        return kwargs, argument
+    names = list(inspect.signature(forward).parameters)
+    return args, names.index(str(argument))
+
+
+def _outputs(state: UnitState, out: Any, active: bool) -> Any:
+    plan, outside = state.plan, state.outside
+    leaves, unflatten = tree_flatten(out)
+    for index, leaf in enumerate(leaves):
+        sequence = active and index == plan.output
+        if not is_sharded(leaf):
+            if (
+                sequence
+                and isinstance(leaf, Tensor)
+                and (spec := sequence_spec(leaf, plan.sequence, outside)) is not None
+            ):
+                leaves[index] = wrap(scatter(leaf, outside, spec), spec, outside)
+            continue
+        spec = spec_of(leaf)
+        stays = sequence and spec.sequence and spec.dim == plan.sequence and len(spec.sections) == 1
+        opened = index in plan.open_outputs and torch.is_grad_enabled() and spec.dim == leaf.ndim - 1
+        if stays or opened:
+            leaves[index] = wrap(plain(leaf), spec, outside)
+        elif sequence and (spec := sequence_spec(leaf, plan.sequence, outside)) is not None:
+            leaves[index] = wrap(scatter(whole(leaf), outside, spec), spec, outside)
+        else:
+            leaves[index] = whole(leaf)
+    return unflatten(leaves)
+
+
+def sequence_spec(value: Any, dim: int | None, axis: TensorAxis) -> Spec | None:
+    """How a value between units is sharded along its tokens; None if it cannot be. Tells by its shape alone."""
+    if dim is None or len(value.shape) <= dim + 1 or value.shape[dim] % axis.size:
+        return None
+    return Spec(dim, (value.shape[dim],), sequence=True)
+
+
+@contextmanager
+def _slow_path() -> Iterator[None]:
+    """The fused inference path of transformer layers knows nothing of parts."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
