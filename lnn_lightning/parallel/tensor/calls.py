@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from lnn_lightning.parallel.tensor.axis import TensorAxis
 from lnn_lightning.parallel.tensor.layers import Role, run_embedding, run_linear
-from lnn_lightning.parallel.tensor.sharded import is_sharded
+from lnn_lightning.parallel.tensor.rules_math import whole_operand
+from lnn_lightning.parallel.tensor.sharded import axis_of, is_sharded, like, refused, rule, spec_of
 
 
 def section_linear(value: Tensor, weight: Tensor, bias: Tensor | None, first: int, count: int) -> Tensor:
@@ -34,6 +35,26 @@ def section_linear(value: Tensor, weight: Tensor, bias: Tensor | None, first: in
     width = weight.shape[0] // 3
     rows = slice(first * width, (first + count) * width)
     return F.linear(value, weight[rows], None if bias is None else bias[rows])
+
+
+def transposed_linear(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer with a weight of shape (in, out), for inputs of any number of dimensions."""
+    if has_torch_function((value, weight)):
+        return handle_torch_function(transposed_linear, (value, weight), value, weight, bias)
+    out = torch.matmul(value, weight)
+    return out if bias is None else out + bias
+
+
+@rule(transposed_linear, section_linear)
+def _whole_weight(func: Any, args: Any, kwargs: Any) -> Any:
+    """A whole weight on a part, if the part has all features; its gradients are partial."""
+    value, weight, bias, *rows = args
+    if spec_of(value).dim == value.ndim - 1:
+        return refused(func, value)
+    axis = axis_of(value)
+    weight = whole_operand(weight, axis)
+    bias = None if bias is None else whole_operand(bias, axis)
+    return like(func(value, weight, bias, *rows), spec_of(value), value)
 
 
 @dataclass(frozen=True)
@@ -81,6 +102,8 @@ def linear_call(func: Any, args: Any, kwargs: Any) -> LayerCall | None:
         call = LayerCall(given["weight"], given.get("bias"), False, given["input"])
     elif func is section_linear:
         call = LayerCall(args[1], args[2], False, args[0], thirds=(args[3], args[4]))
+    elif func is transposed_linear:
+        call = LayerCall(args[1], args[2], True, args[0])
     elif func in (torch.addmm, Tensor.addmm) and len(args) == 3 and not kwargs:
         call = LayerCall(args[2], args[0], True, args[1])
     elif func in _MATMULS and len(args) == 2 and not kwargs:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lnn_lightning.parallel.tensor.axis import TensorAxis
-from lnn_lightning.parallel.tensor.calls import section_linear
+from lnn_lightning.parallel.tensor.calls import section_linear, transposed_linear
 from lnn_lightning.parallel.tensor.layers import Role, run_linear
 from lnn_lightning.parallel.tensor.multihead import Sections, expanded_forward, project_with
 
@@ -102,4 +102,4 @@ def conv1d_forward(self: Any, x: Tensor) -> Tensor:
     """``forward`` of a ``Conv1D`` without flattening its input."""
     if is_suspended():
         return original_forward(self, conv1d_forward)(x)
-    return torch.matmul(x, self.weight) + self.bias
+    return transposed_linear(x, self.weight, self.bias)
