@@ -21,9 +21,12 @@ from lnn_lightning.checkpoint import (
 )
 from lnn_lightning.checkpoint.distributed import CheckpointError
 from lnn_lightning.parallel.data.shards import is_sharded, piece_of, sharded_like
+from lnn_lightning.parallel.step.standin import is_stand_in
 from lnn_lightning.strategies.mesh import MeshStrategy
 
 _OURS = "lnn_lightning"
+_MODULE_STATES = ("state_dict", "current_model_state")
+"""State dicts of the module in a checkpoint; the second is what `WeightAveraging` calls the one that is trained."""
 
 
 class CheckpointHooks(MeshStrategy):
@@ -76,8 +79,10 @@ class CheckpointHooks(MeshStrategy):
         path = self.broadcast(str(filepath))
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
-        for key, value in checkpoint.pop("state_dict", {}).items():
-            _sort_in(f"state_dict.{key}", value, tensors, values)
+        for part in _MODULE_STATES:
+            for key, value in checkpoint.pop(part, {}).items():
+                if not is_stand_in(value):
+                    _sort_in(f"{part}.{key}", value, tensors, values)
         groups = []
         for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
             groups.append(optimizer["param_groups"])
@@ -105,31 +110,47 @@ class CheckpointHooks(MeshStrategy):
         if not is_distributed_checkpoint(path):
             if path.is_dir():
                 raise CheckpointError(f"The folder {path} was not written by this strategy.")
-            return super().load_checkpoint(path, weights_only=True)
+            checkpoint = super().load_checkpoint(path, weights_only=True)
+            for part in _MODULE_STATES:
+                if part in checkpoint:
+                    checkpoint[part] = self._own_parts(checkpoint[part])
+            return checkpoint
         checkpoint = load_metadata(path)
         ours = checkpoint[_OURS]
-        keys = self.engine.residence.own_keys()
-        loaded = load_tensors(path, [f"state_dict.{key}" for key in keys if f"state_dict.{key}" not in ours["values"]])
-        checkpoint["state_dict"] = {name.removeprefix("state_dict."): tensor for name, tensor in loaded.items()}
-        checkpoint["state_dict"] |= {
-            key: ours["values"][f"state_dict.{key}"] for key in keys if f"state_dict.{key}" in ours["values"]
-        }
+        names = tensor_names(path)
+        for part in _MODULE_STATES:
+            if part == "state_dict" or any(name.startswith(f"{part}.") for name in names):
+                checkpoint[part] = self._own_parts(self._read_state(path, part, ours["values"]))
         checkpoint["optimizer_states"] = [{"index": i, "path": str(path)} for i in range(len(ours["optimizer_groups"]))]
         return checkpoint
+
+    def _read_state(self, path: Path, part: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What lives here of a state dict of the module."""
+        keys = self.engine.residence.own_keys()
+        loaded = load_tensors(path, [f"{part}.{key}" for key in keys if f"{part}.{key}" not in values])
+        state: dict[str, Any] = {name.removeprefix(f"{part}."): tensor for name, tensor in loaded.items()}
+        return state | {key: values[f"{part}.{key}"] for key in keys if f"{part}.{key}" in values}
+
+    def _own_parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict that every copy of the divided module can load: own pieces, and stand-ins for the rest."""
+        assert self.lightning_module is not None
+        parts = dict(state)
+        for key, now in self.lightning_module.state_dict().items():
+            if is_stand_in(now):
+                parts[key] = now
+            elif is_sharded(now) and key in parts:
+                parts[key] = sharded_like(piece_of(parts[key], now), now)
+        return parts
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         own = set(self.engine.residence.own_keys())
-        now = self.lightning_module.state_dict()
-        given = {
-            key: sharded_like(piece_of(value, now[key]), now[key]) if is_sharded(now.get(key)) else value
-            for key, value in checkpoint["state_dict"].items()
-            if key in own
-        }
+        given = {key: value for key, value in checkpoint["state_dict"].items() if key in own}
         result = self.lightning_module.load_state_dict(given, strict=False)
         missing = [key for key in result.missing_keys if key in own]
-        unexpected = [key for key in checkpoint["state_dict"] if key not in now]
+        known = set(self.lightning_module.state_dict())
+        unexpected = [key for key in checkpoint["state_dict"] if key not in known]
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"The checkpoint does not fit {type(self.lightning_module).__name__} (rank {self.global_rank}): "
