@@ -23,9 +23,12 @@ from lnn_lightning.checkpoint import (
 from lnn_lightning.checkpoint.distributed import CheckpointError
 from lnn_lightning.parallel.data.shards import is_sharded, piece_of, sharded_like, whole_of
 from lnn_lightning.parallel.layout import TENSOR
+from lnn_lightning.parallel.step.standin import is_stand_in
 from lnn_lightning.strategies.mesh import MeshStrategy
 
 _OURS = "lnn_lightning"
+_MODULE_STATES = ("state_dict", "current_model_state")
+"""State dicts of the module in a checkpoint; the second is what `WeightAveraging` calls the one that is trained."""
 
 
 class CheckpointHooks(MeshStrategy):
@@ -62,12 +65,12 @@ class CheckpointHooks(MeshStrategy):
         """
         residence, stored = self.engine.residence, {}
         for key, name, value in entries:
-            if name is None or not isinstance(value, Tensor) or not residence.is_divided(name):
+            if not isinstance(value, Tensor) or is_stand_in(value) or not residence.is_divided(name or ""):
                 stored[key] = value
                 continue
             device = self.root_device if value.device.type == "cpu" else None
             whole = residence.whole(name, whole_of(value, device))
-            if zlib.crc32(name.encode()) % self.mesh.size(TENSOR) == self.mesh.rank(TENSOR):
+            if zlib.crc32((name or "").encode()) % self.mesh.size(TENSOR) == self.mesh.rank(TENSOR):
                 stored[key] = whole.cpu()
         return stored
 
@@ -98,8 +101,12 @@ class CheckpointHooks(MeshStrategy):
         path = self.broadcast(str(filepath))
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
-        for key, value in checkpoint.pop("state_dict", {}).items():
-            _sort_in(f"state_dict.{key}", value, tensors, values)
+        names = self.engine.residence.name_of_key()
+        for part in _MODULE_STATES:
+            state = checkpoint.pop(part, {})
+            for key, value in self._stored((key, names.get(key), value) for key, value in state.items()).items():
+                if not is_stand_in(value):
+                    _sort_in(f"{part}.{key}", value, tensors, values)
         groups = []
         for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
             groups.append(optimizer["param_groups"])
@@ -127,33 +134,48 @@ class CheckpointHooks(MeshStrategy):
         if not is_distributed_checkpoint(path):
             if path.is_dir():
                 raise CheckpointError(f"The folder {path} was not written by this strategy.")
-            return super().load_checkpoint(path, weights_only=True)
+            checkpoint = super().load_checkpoint(path, weights_only=True)
+            for part in _MODULE_STATES:
+                if part in checkpoint:
+                    checkpoint[part] = self._own_parts(checkpoint[part])
+            return checkpoint
         checkpoint = load_metadata(path)
         ours = checkpoint[_OURS]
-        keys = self.engine.residence.own_keys()
-        loaded = load_tensors(path, [f"state_dict.{key}" for key in keys if f"state_dict.{key}" not in ours["values"]])
-        checkpoint["state_dict"] = {name.removeprefix("state_dict."): tensor for name, tensor in loaded.items()}
-        checkpoint["state_dict"] |= {
-            key: ours["values"][f"state_dict.{key}"] for key in keys if f"state_dict.{key}" in ours["values"]
-        }
+        names = tensor_names(path)
+        for part in _MODULE_STATES:
+            if part == "state_dict" or any(name.startswith(f"{part}.") for name in names):
+                checkpoint[part] = self._own_parts(self._read_state(path, part, ours["values"]))
         checkpoint["optimizer_states"] = [{"index": i, "path": str(path)} for i in range(len(ours["optimizer_groups"]))]
         return checkpoint
+
+    def _read_state(self, path: Path, part: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What lives here of a state dict of the module."""
+        keys = self.engine.residence.own_keys()
+        loaded = load_tensors(path, [f"{part}.{key}" for key in keys if f"{part}.{key}" not in values])
+        state: dict[str, Any] = {name.removeprefix(f"{part}."): tensor for name, tensor in loaded.items()}
+        return state | {key: values[f"{part}.{key}"] for key in keys if f"{part}.{key}" in values}
+
+    def _own_parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict that every copy of the divided module can load: own pieces, and stand-ins for the rest."""
+        assert self.lightning_module is not None
+        parts, names = dict(state), self.engine.residence.name_of_key()
+        for key, now in self.lightning_module.state_dict().items():
+            if is_stand_in(now):
+                parts[key] = now
+            elif isinstance(now, Tensor) and key in parts:
+                part = self.engine.residence.local(names.get(key), parts[key])
+                parts[key] = sharded_like(piece_of(part, now), now) if is_sharded(now) else part
+        return parts
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        residence = self.engine.residence
-        own, names = set(residence.own_keys()), residence.name_of_key()
-        now = self.lightning_module.state_dict()
-        given = {}
-        for key, value in checkpoint["state_dict"].items():
-            if key not in own:
-                continue
-            part = residence.local(names.get(key), value) if isinstance(value, Tensor) else value
-            given[key] = sharded_like(piece_of(part, now[key]), now[key]) if is_sharded(now.get(key)) else part
+        own = set(self.engine.residence.own_keys())
+        given = {key: value for key, value in checkpoint["state_dict"].items() if key in own}
         result = self.lightning_module.load_state_dict(given, strict=False)
         missing = [key for key in result.missing_keys if key in own]
-        unexpected = [key for key in checkpoint["state_dict"] if key not in now]
+        known = set(self.lightning_module.state_dict())
+        unexpected = [key for key in checkpoint["state_dict"] if key not in known]
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"The checkpoint does not fit {type(self.lightning_module).__name__} (rank {self.global_rank}): "

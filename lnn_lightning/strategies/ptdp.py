@@ -30,6 +30,7 @@ from lnn_lightning.parallel.step.batch import batch_size_of
 from lnn_lightning.parallel.step.standin import convert_module, has_stand_ins
 from lnn_lightning.parallel.tensor.table import tensor_table
 from lnn_lightning.precision import MeshAgreement, loss_scale, mesh_precision
+from lnn_lightning.strategies.averaging import divide_averages
 from lnn_lightning.strategies.data import DataHooks
 from lnn_lightning.strategies.effects import set_metric_group
 from lnn_lightning.strategies.manual import computing_step
@@ -177,6 +178,7 @@ class PTDPStrategy(ZeroHooks, DataHooks):
             self._find_loss_form(batch if batch is not None else self._first_batch(trainer))
         convert_module(module, device=self.root_device)
         self.engine.shard(self._zero)
+        divide_averages(trainer, module)
         self.model = module
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)

@@ -39,7 +39,8 @@ def shard_units(
     groups = {}
     for stage in stages:
         units = called_pieces(root, [name for name in names if ownership.units[name] == {stage}], trace)
-        groups[stage] = groups_of(root, units, {id(parameters[name]) for name in shared})
+        tied = groups_of(root, units, {id(parameters[name]) for name in shared})
+        groups[stage] = merged(root, tied, trace)
     chosen = [group for stage_groups in groups.values() for group in stage_groups]
     reasons = dict.fromkeys(shared, "several stages hold it") | whole_parameters(root, chosen, trace)
     sharding = Sharding(root, groups, reasons, mesh, settings)
@@ -78,6 +79,38 @@ def groups_of(root: nn.Module, units: Sequence[str], apart: set[int]) -> list[li
         groups = [group for group in groups if not group[1] & own]
         groups.append((names, own.union(*(group[1] for group in joined))))
     return [names for names, _ in groups]
+
+
+def merged(root: nn.Module, groups: list[list[str]], trace: Trace) -> list[list[str]]:
+    """Small units that follow each other in the step (embeddings, a norm and the head) are gathered at once.
+
+    No group becomes larger than the largest was. Only units called once are merged: a group ends with the call of its
+    last unit.
+
+    Args:
+        root: the module.
+        groups: names of the modules to shard, those that share parameters together.
+        trace: the traced step.
+    """
+    calls = [call.unit for call in trace.calls]
+    once = {name for name, count in Counter(calls).items() if count == 1}
+    free = {group[0]: group for group in groups if len(group) == 1 and group[0] in once}
+    sizes = [sum(p.numel() for unit in group for p in root.get_submodule(unit).parameters()) for group in groups]
+    size_of = {group[0]: size for group, size in zip(groups, sizes, strict=True)}
+    result = [group for group in groups if group[0] not in free]
+    last: list[str] | None = None
+    room = 0
+    for name in calls:
+        if name not in free:
+            last = None
+            continue
+        if last is not None and size_of[name] <= room:
+            last.append(name)
+        else:
+            last, room = [name], max(sizes)
+            result.append(last)
+        room -= size_of[name]
+    return result
 
 
 def whole_parameters(root: nn.Module, groups: Sequence[Sequence[str]], trace: Trace) -> dict[str, str]:

@@ -90,6 +90,7 @@ class Sharding:
         self._roots: dict[int, FSDPModule] = {}
         self._hooks: list[tuple[nn.Module, str, int]] = []
         self._members: dict[str, Sequence[str]] = {}
+        self._final: dict[int, str] = {}
         for stage, stage_groups in groups.items():
             self._units[stage] = {}
             for group in stage_groups:
@@ -146,11 +147,12 @@ class Sharding:
         Torch's own order is that of the last forwards: the first block of a micro-batch would call the last one of the
         micro-batch before, which may have had its last backward.
         """
-        for modules in self._units.values():
+        for stage, modules in self._units.items():
             order = dict.fromkeys(unit for call in trace.calls for unit in self._called(call.unit) if unit in modules)
             units = list(order)
             for before, unit in zip(units[:1] + units, units, strict=False):  # the first: itself, which does nothing
                 modules[unit].set_modules_to_backward_prefetch([modules[before]])
+                self._final[stage] = unit
 
     def _called(self, name: str) -> list[str]:
         """Sharded units that a call of a module runs."""
@@ -175,9 +177,11 @@ class Sharding:
     def begin(self, parts: int) -> None:
         """Before the first forward of a step of so many micro-batches."""
         hold = self.settings.stage == 2 or (parts > 1 and not self.settings.reshard_between_microbatches)
-        for modules in self._units.values():
-            for module in modules.values():
-                module.set_reshard_after_forward(not hold, recurse=False)
+        for stage, modules in self._units.items():
+            for unit, module in modules.items():
+                # backward begins with the last one at once
+                kept = hold or (parts == 1 and unit == self._final.get(stage))
+                module.set_reshard_after_forward(not kept, recurse=False)
 
     def before_backward(self, stage: int, last: bool, sync: bool) -> None:
         """Before a stage's backward of a micro-batch: whether it is the step's last one, and whether it reduces."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lnn_lightning.parallel.tensor.axis import TensorAxis
