@@ -24,6 +24,12 @@ class Ledger(Protocol):
     def partial(self, parameter: Tensor) -> None:
         """A whole parameter is used on a rank's part alone: its gradients must be added up."""
 
+    def mark(self) -> Any:
+        """A place in the books."""
+
+    def take_back(self, mark: Any) -> None:
+        """Forgets what was sent, and which parameters are partial, since a mark."""
+
     def gathered(self, operation: str, origins: frozenset[str], sections: tuple[int, ...] | None) -> None:
         """An operation has no rule for values that these layers sharded; sections under which it would."""
 

@@ -14,6 +14,7 @@ from lnn_lightning.parallel.tensor.axis import Spec
 from lnn_lightning.parallel.tensor.rules_shape import Args, Kwargs, sizes_of
 from lnn_lightning.parallel.tensor.sharded import (
     axis_of,
+    given,
     is_sharded,
     like,
     operand,
@@ -36,7 +37,7 @@ def _range_of(value: Tensor, start: int, stop: int) -> tuple[slice, Spec] | None
     """The local range, and what it is, of a range of the whole sharded dimension made of whole sections."""
     spec, size = spec_of(value), axis_of(value).size
     edges = [0, *accumulate(spec.sections)]
-    if start not in edges or stop not in edges or spec.padded(size):
+    if start >= stop or start not in edges or stop not in edges or spec.padded(size):
         return None
     first, last = edges.index(start), edges.index(stop)
     return slice(start // size, stop // size), Spec(spec.dim, spec.sections[first:last], spec.sequence)
@@ -57,22 +58,24 @@ def _cut(func: Any, value: Tensor, dim: int, bounds: list[tuple[int, int]]) -> A
 
 @rule(torch.split, T.split, torch.functional.split, T.split_with_sizes, torch.split_with_sizes, torch.chunk, T.chunk)
 def _split(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    value = args[0]
-    names = ("split_size_or_sections", "split_size", "split_sizes", "chunks")
-    given = args[1] if len(args) > 1 else next(kwargs[name] for name in names if name in kwargs)
-    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % value.ndim
+    call = given(("input", "sizes", "dim"), args, kwargs, dim=0)
+    value = call.get("input", call.get("self", call.get("tensor")))
+    names = ("sizes", "split_size_or_sections", "split_size", "split_sizes", "chunks")
+    wanted = next(call[name] for name in names if name in call)
+    dim = call["dim"] % value.ndim
     total = whole_shape(value)[dim]
     if func in (torch.chunk, T.chunk):
-        given = -(-total // given)
-    sizes = list(given) if not isinstance(given, int) else [min(given, total - at) for at in range(0, total, given)]
+        wanted = -(-total // wanted)
+    sizes = list(wanted) if not isinstance(wanted, int) else [min(wanted, total - at) for at in range(0, total, wanted)]
     edges = [0, *accumulate(sizes)]
     return _cut(func, value, dim, list(zip(edges, edges[1:], strict=False)))
 
 
 @rule(T.unbind, torch.unbind, T.__iter__)
 def _unbind(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    value = args[0]
-    spec, dim = spec_of(value), (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % value.ndim
+    call = given(("input", "dim"), args, kwargs, dim=0)
+    value = call["input"]
+    spec, dim = spec_of(value), call["dim"] % value.ndim
     if dim == spec.dim:
         return refused(func, value)
     parts = tuple(like(each, spec.at(spec.dim - (dim < spec.dim)), value) for each in T.unbind(value, dim))
@@ -81,7 +84,8 @@ def _unbind(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @rule(T.narrow, torch.narrow)
 def _narrow(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    value, dim, start, length = [*args, *kwargs.values()]
+    call = given(("input", "dim", "start", "length"), args, kwargs)
+    value, dim, start, length = (call[name] for name in ("input", "dim", "start", "length"))
     if not isinstance(start, int):
         return NotImplemented
     found = _cut(func, value, dim % value.ndim, [(start, start + length)])
@@ -90,8 +94,9 @@ def _narrow(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @rule(T.select, torch.select)
 def _select(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    value, dim, _ = [*args, *kwargs.values()]
-    spec, dim = spec_of(value), dim % value.ndim
+    call = given(("input", "dim", "index"), args, kwargs)
+    value = call["input"]
+    spec, dim = spec_of(value), call["dim"] % value.ndim
     if dim == spec.dim:
         return refused(func, value)
     return like(func(*args, **kwargs), spec.at(spec.dim - (dim < spec.dim)), value)
@@ -103,12 +108,12 @@ def _getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not is_sharded(value):
         return NotImplemented
     index = index if isinstance(index, tuple) else (index,)
-    given = sum(each is not None and each is not Ellipsis for each in index)
+    count = sum(each is not None and each is not Ellipsis for each in index)
     if any(isinstance(each, bool) or not isinstance(each, (int, slice, type(None), type(Ellipsis))) for each in index):
         return refused(func, value)
     full: list[Any] = []
     for each in index:
-        full += [slice(None)] * (value.ndim - given) if each is Ellipsis else [each]
+        full += [slice(None)] * (value.ndim - count) if each is Ellipsis else [each]
     full += [slice(None)] * (value.ndim - sum(each is not None for each in full))
     spec, source, target, place = spec_of(value), 0, 0, 0
     local: list[Any] = []
@@ -161,10 +166,13 @@ def _fitted(tensors: Sequence[Tensor], lead: Tensor, from_end: int) -> list[Tens
 
 @rule(torch.cat, torch.concat, torch.concatenate)
 def _cat(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    tensors = args[0] if args else kwargs["tensors"]
+    call = given(("tensors", "dim"), args, kwargs, dim=0)
+    tensors = call["tensors"]
+    if "out" in call:
+        return NotImplemented
     lead = next(each for each in tensors if is_sharded(each))
     tensors = [each for each in tensors if not (each.ndim == 1 and each.shape[0] == 0)]
-    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % lead.ndim
+    dim = call["dim"] % lead.ndim
     spec, axis = spec_of(lead), axis_of(lead)
     if dim != spec.dim:
         fitted = _fitted(tensors, lead, spec.dim - lead.ndim)
@@ -180,9 +188,12 @@ def _cat(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @rule(torch.stack)
 def _stack(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    tensors = args[0] if args else kwargs["tensors"]
+    call = given(("tensors", "dim"), args, kwargs, dim=0)
+    tensors = call["tensors"]
+    if "out" in call:
+        return NotImplemented
     lead = next(each for each in tensors if is_sharded(each))
-    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % (lead.ndim + 1)
+    dim = call["dim"] % (lead.ndim + 1)
     spec = spec_of(lead)
     fitted = _fitted(tensors, lead, spec.dim - lead.ndim)
     if fitted is None:
@@ -192,9 +203,12 @@ def _stack(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @rule(torch.roll, T.roll, torch.flip, T.flip)
 def _roll(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    value = args[0]
-    rolls = func in (torch.roll, T.roll)
-    dims = (args[2] if len(args) > 2 else kwargs.get("dims")) if rolls else sizes_of([*args[1:], *kwargs.values()])
+    if func in (torch.roll, T.roll):
+        call = given(("input", "shifts", "dims"), args, kwargs, dims=None)
+        value, dims = call["input"], call["dims"]
+    else:
+        call = given(("input",), args[:1], kwargs)
+        value, dims = call["input"], call["dims"] if "dims" in call else sizes_of(args[1:])
     dims = [dims] if isinstance(dims, int) else dims
     if not dims or any(dim % value.ndim == spec_of(value).dim for dim in dims):
         return refused(func, value)
@@ -203,19 +217,18 @@ def _roll(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @rule(F.pad)
 def _pad(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    value, pads = args[0], args[1] if len(args) > 1 else kwargs["pad"]
+    call = given(("input", "pad", "mode", "value"), args, kwargs, mode="constant")
+    value, pads = call["input"], call["pad"]
     from_end = value.ndim - 1 - spec_of(value).dim
-    if (
-        any(pads[2 * from_end : 2 * from_end + 2])
-        or (args[2] if len(args) > 2 else kwargs.get("mode", "constant")) != "constant"
-    ):
+    if any(pads[2 * from_end : 2 * from_end + 2]) or call["mode"] != "constant":
         return refused(func, value)
     return like(func(*args, **kwargs), spec_of(value), value)
 
 
 @rule(torch.index_select, T.index_select)
 def _index_select(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    value, dim, _ = [*args, *kwargs.values()]
+    call = given(("input", "dim", "index"), args, kwargs)
+    value, dim = call["input"], call["dim"]
     if not is_sharded(value) or dim % value.ndim == spec_of(value).dim:
         return NotImplemented
     return like(func(*args, **kwargs), spec_of(value), value)

@@ -15,6 +15,7 @@ from lnn_lightning.parallel.tensor.randomness import forked_rng
 from lnn_lightning.parallel.tensor.sharded import (
     RULES,
     axis_of,
+    given,
     is_sharded,
     like,
     operand,
@@ -194,8 +195,9 @@ def _matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @rule(torch.baddbmm, T.baddbmm)
 def _baddbmm(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    added, left, right = args[:3]
-    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    call = given(("input", "batch1", "batch2"), args, kwargs, beta=1, alpha=1)
+    added, left, right = call["input"], call["batch1"], call["batch2"]
+    beta, alpha = call["beta"], call["alpha"]
     product = (
         RULES[torch.matmul](torch.matmul, (left, right), {})
         if is_sharded(left) or is_sharded(right)
@@ -244,48 +246,67 @@ def _einsum(func: Any, args: Args, kwargs: Kwargs) -> Any:
 @rule(F.linear)
 def _linear(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A whole weight on a part: right if its features are there; its gradients are partial."""
-    given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
-    value = given["input"]
+    call = given(("input", "weight", "bias"), args, kwargs, bias=None)
+    value = call["input"]
     if not is_sharded(value) or spec_of(value).dim == value.ndim - 1:
         return refused(func, value) if is_sharded(value) else NotImplemented
     axis = axis_of(value)
-    weight = whole_operand(given["weight"], axis)
-    bias = None if given.get("bias") is None else whole_operand(given["bias"], axis)
+    weight = whole_operand(call["weight"], axis)
+    bias = None if call["bias"] is None else whole_operand(call["bias"], axis)
     return like(F.linear(value, weight, bias), spec_of(value), value)
 
 
 # ------------------------------------------------------------------ attention
 
 
+def _scaled_sections(spec: Spec, total: int) -> tuple[int, ...] | None:
+    """Sections of a dimension of another size that goes with a sharded one: as many for each section."""
+    if total == 1 or any(section * total % spec.total for section in spec.sections):
+        return None
+    return tuple(section * total // spec.total for section in spec.sections)
+
+
+def _scaled(spec: Spec, total: int, size: int) -> Spec | None:
+    """The same part of a dimension of another size (fewer heads of keys); one of size 1 is left alone."""
+    if total in (1, spec.total):
+        return spec
+    sections = _scaled_sections(spec, total)
+    if sections is None or any(section % size for section in sections):
+        return None
+    return Spec(spec.dim, sections)
+
+
 @rule(F.scaled_dot_product_attention)
 def _attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, lead = given["query"], next(given[name] for name in names[:3] if is_sharded(given[name]))
-    spec, axis = spec_of(lead), axis_of(lead)
-    from_end = spec.dim - lead.ndim
+    call = given(names, args, kwargs)
+    lead = next(call[name] for name in names[:3] if is_sharded(call[name]))
+    axis, from_end = axis_of(lead), spec_of(lead).dim - lead.ndim
     if from_end > -3:
         return refused(func, lead)
-    heads = query.shape[-3] if not is_sharded(query) else whole_shape(query)[-3]
-    for name in ("query", "key", "value"):
-        value = given[name]
+    query = call["query"]
+    heads = whole_shape(query)[from_end] if is_sharded(query) else query.shape[from_end]
+    spec = spec_of(query) if is_sharded(query) else _scaled(spec_of(lead), heads, axis.size)
+    if spec is None:
+        return refused(func, lead)
+    for name in names[:4]:
+        value = call.get(name)
+        if value is None:
+            continue
         if is_sharded(value):
-            if spec_of(value).dim - value.ndim != from_end:
+            own = spec_of(value)
+            if own.dim - value.ndim != from_end or own.sections != _scaled_sections(spec, own.total):
                 return refused(func, lead)
-        elif from_end == -3 and given.get("enable_gqa") and value.shape[-3] % axis.size:
-            value = value.repeat_interleave(heads // value.shape[-3], -3)
-            given[name] = operand(value, from_end, Spec(0, (heads,)), axis)
-        else:
-            given[name] = operand(value, from_end, Spec(0, (value.shape[from_end],)), axis)
-        if given[name] is None:
-            return refused(func, lead)
-    if (mask := given.get("attn_mask")) is not None and not is_sharded(mask):
-        made = operand(mask, from_end, Spec(0, (heads if from_end == -3 else spec.total,)), axis)
+            continue
+        wanted = _scaled(spec, value.shape[from_end], axis.size) if value.ndim >= -from_end else spec
+        if wanted is None and name in ("key", "value") and call.get("enable_gqa") and from_end == -3:
+            value, wanted = value.repeat_interleave(heads // value.shape[-3], -3), spec
+        made = None if wanted is None else operand(value, from_end, wanted, axis)
         if made is None:
             return refused(func, lead)
-        given["attn_mask"] = made
-    result_spec = spec_of(query) if is_sharded(query) else spec.at(query.ndim + from_end)
-    if given.get("dropout_p"):
+        call[name] = made
+    result_spec = spec.at(query.ndim + from_end)
+    if call.get("dropout_p"):
         with forked_as(axis.rank), forked_rng(lead.device, axis.rank):
-            return like(func(**given), result_spec, lead)
-    return like(func(**given), result_spec, lead)
+            return like(func(**call), result_spec, lead)
+    return like(func(**call), result_spec, lead)

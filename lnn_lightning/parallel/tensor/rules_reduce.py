@@ -11,7 +11,17 @@ from torch import Tensor
 
 from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, enter, reduce
 from lnn_lightning.parallel.tensor.rules_math import Args, Kwargs, elementwise, functions, result_of, whole_operand
-from lnn_lightning.parallel.tensor.sharded import RULES, axis_of, is_sharded, like, operand, refused, rule, spec_of
+from lnn_lightning.parallel.tensor.sharded import (
+    RULES,
+    axis_of,
+    given,
+    is_sharded,
+    like,
+    operand,
+    refused,
+    rule,
+    spec_of,
+)
 
 T = Tensor
 
@@ -102,26 +112,28 @@ def _layer_norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
     names: tuple[str, ...] = ("input", "normalized_shape", "weight", "bias", "eps")
     if func in (F.rms_norm, torch.rms_norm):
         names = ("input", "normalized_shape", "weight", "eps")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    value = given["input"]
-    if not is_sharded(value) or is_sharded(given.get("weight")):
+    call = {key: value for key, value in given(names, args, kwargs).items() if key in names}
+    value = call["input"]
+    if not is_sharded(value) or is_sharded(call.get("weight")):
         return NotImplemented
     spec, axis = spec_of(value), axis_of(value)
-    shape = given["normalized_shape"]
+    shape = call["normalized_shape"]
     first = value.ndim - (1 if isinstance(shape, int) else len(shape))
+    function, eps = (F.layer_norm, 1e-5) if "bias" in names else (F.rms_norm, None)
+    call.setdefault("eps", eps)
     if spec.dim < first:
         for name in ("weight", "bias"):
-            if given.get(name) is not None:
-                given[name] = whole_operand(given[name], axis)
-        return like(func(**given) if func in (F.layer_norm, F.rms_norm) else func(*given.values()), spec, value)
+            if call.get(name) is not None:
+                call[name] = whole_operand(call[name], axis)
+        return like(function(**call), spec, value)
     if first != value.ndim - 1 or spec.padded(axis.size):
         return refused(func, value)
-    return _norm_of_features(value, spec, axis, given, centred="bias" in names)
+    return _norm_of_features(value, spec, axis, call, centred="bias" in names)
 
 
-def _norm_of_features(value: Tensor, spec: Spec, axis: TensorAxis, given: Kwargs, centred: bool) -> Tensor:
+def _norm_of_features(value: Tensor, spec: Spec, axis: TensorAxis, call: Kwargs, centred: bool) -> Tensor:
     """Layer norm (or RMS norm) over features that are divided: their sums are added up over the ranks."""
-    eps = given.get("eps")
+    eps = call.get("eps")
     dtype = torch.promote_types(value.dtype, torch.float32)
     eps = torch.finfo(value.dtype).eps if eps is None else eps
     result = value.to(dtype)
@@ -135,8 +147,8 @@ def _norm_of_features(value: Tensor, spec: Spec, axis: TensorAxis, given: Kwargs
         result = result - mean(result)
     result = result * torch.rsqrt(mean(result.square()) + eps)
     for name, combine in (("weight", torch.mul), ("bias", torch.add)):
-        if given.get(name) is not None:
-            made = operand(given[name], -1, spec, axis)
+        if call.get(name) is not None:
+            made = operand(call[name], -1, spec, axis)
             assert made is not None
             result = combine(result, made)
     return like(result.to(value.dtype), spec, value)

@@ -130,7 +130,6 @@ def _numel(func: Any, args: Args, kwargs: Kwargs) -> Any:
         torch.is_grad_enabled,
         torch.result_type,
         torch.is_autocast_enabled,
-        T.stride,
         T.new_zeros,
         T.new_ones,
         T.new_full,
@@ -142,6 +141,20 @@ def _as_it_is(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if func is T.type and isinstance(result, Tensor):
         return like(result, spec_of(args[0]), args[0])
     return result
+
+
+@rule(T.stride)
+def _stride(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Those of the whole as gathering makes it: contiguous."""
+    shape = whole_shape(args[0])
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return strides if dim is None else strides[dim]
+
+
+@rule(T.nbytes.__get__)  # type: ignore[attr-defined]
+def _nbytes(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    return math.prod(whole_shape(args[0])) * args[0].element_size()
 
 
 @rule(T.__repr__, T.__format__)
@@ -156,10 +169,11 @@ def _deepcopy(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @rule(T.view, T.reshape, torch.reshape)
 def _view(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    value, given = args[0], [*args[1:], *kwargs.values()]
-    if len(given) == 1 and isinstance(given[0], torch.dtype):
+    value = args[0] if args else kwargs.get("input")
+    wanted = [*args[1:], *(kwargs[name] for name in ("shape", "size") if name in kwargs)]
+    if not is_sharded(value) or not wanted or isinstance(wanted[0], torch.dtype):
         return NotImplemented
-    return _viewed(func, value, sizes_of(given))
+    return _viewed(func, value, sizes_of(wanted))
 
 
 @rule(T.view_as, T.reshape_as)
@@ -221,16 +235,14 @@ def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
 @rule(T.movedim, torch.movedim, T.moveaxis, torch.moveaxis)
 def _movedim(func: Any, args: Args, kwargs: Kwargs) -> Any:
     value = args[0]
-    marks = func(
-        torch.arange(value.ndim).view([1] * value.ndim).new_empty([*range(2, value.ndim + 2)]), *args[1:], **kwargs
-    )
+    marks = func(torch.empty([*range(2, value.ndim + 2)], device="meta"), *args[1:], **kwargs)
     return _permuted(func, args, kwargs, [size - 2 for size in marks.shape])
 
 
-@rule(T.t, torch.t, T.T.__get__, T.mT.__get__, T.adjoint)  # type: ignore[attr-defined]
+@rule(T.t, torch.t, T.T.__get__, T.mT.__get__, T.H.__get__, T.mH.__get__, T.adjoint)  # type: ignore[attr-defined]
 def _turned(func: Any, args: Args, kwargs: Kwargs) -> Any:
     order = list(range(args[0].ndim))
-    if func is T.T.__get__:  # type: ignore[attr-defined]
+    if func in (T.T.__get__, T.H.__get__):  # type: ignore[attr-defined]
         order.reverse()
     elif len(order) > 1:
         order[-1], order[-2] = order[-2], order[-1]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.tree import tree_tensors
-from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, enter, gather, scatter, take_part
+from lnn_lightning.parallel.tensor.axis import Ledger, Spec, TensorAxis, enter, gather, scatter, take_part
 from lnn_lightning.parallel.tensor.region import cached
 
 Rule = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
@@ -45,14 +45,12 @@ class Sharded(Tensor):
         kwargs = kwargs or {}
         rule = RULES.get(func)
         if rule is None and getattr(func, "__name__", "") == "__get__":
-            rule = _plainly  # attributes of the tensor; those that tell a shape have a rule
+            rule = _attribute
         with torch._C.DisableTorchFunctionSubclass():
+            if _planning(args, kwargs) is not None:
+                return _planned(rule, func, args, kwargs)
             result = rule(func, args, kwargs) if rule is not None else NotImplemented
-            if result is NotImplemented:
-                result = _on_wholes(func, args, kwargs)
-            elif (axis := _axis_of(args, kwargs)) is not None and axis.ledger is not None:
-                _pass_on_origins(result, args, kwargs)
-        return result
+            return _on_wholes(func, args, kwargs) if result is NotImplemented else result
 
 
 def rule(*functions: Any) -> Callable[[Rule], Rule]:
@@ -170,15 +168,40 @@ def name_of(func: Any) -> str:
     return getattr(func, "__name__", str(func))
 
 
-def _plainly(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
+def given(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Arguments of a call by name; ``axis`` is another word for ``dim``."""
+    found = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+    if "axis" in found:
+        found["dim"] = found.pop("axis")
+    return found
 
 
-def _axis_of(*trees: Any) -> TensorAxis | None:
+def _attribute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Attributes of a tensor; those that depend on the shape have rules of their own."""
+    value, result = args[0], func(*args, **kwargs)
+    if not isinstance(result, Tensor):
+        return result
+    return like(result, spec_of(value), value) if result.shape == value.shape else NotImplemented
+
+
+def _planning(*trees: Any) -> Ledger | None:
     for value in tree_tensors(trees):
         if is_sharded(value):
-            return axis_of(value)
+            return axis_of(value).ledger
     return None
+
+
+def _planned(rule: Rule | None, func: Any, args: Any, kwargs: Any) -> Any:
+    """As always, with books kept: what a rule did before it gave up does not count."""
+    ledger = _planning(args, kwargs)
+    assert ledger is not None
+    mark = ledger.mark()
+    result = rule(func, args, kwargs) if rule is not None else NotImplemented
+    if result is NotImplemented:
+        ledger.take_back(mark)
+        return _on_wholes(func, args, kwargs)
+    _pass_on_origins(result, args, kwargs)
+    return result
 
 
 def _pass_on_origins(result: Any, *trees: Any) -> None:

@@ -46,7 +46,7 @@ class Trial:
     roles: dict[str, Role] = field(default_factory=dict)
     transposed: set[str] = field(default_factory=set)
     biases: dict[str, str] = field(default_factory=dict)
-    partial_ids: set[int] = field(default_factory=set)
+    partial_ids: list[int] = field(default_factory=list)
     used_whole: set[str] = field(default_factory=set)
     gathers: dict[str, tuple[str, set[tuple[int, ...]]]] = field(default_factory=dict)
     forward: int = 0
@@ -62,7 +62,16 @@ class Trial:
 
     def partial(self, parameter: Tensor) -> None:
         """See :class:`~lnn_lightning.parallel.tensor.axis.Ledger`."""
-        self.partial_ids.add(id(parameter))
+        self.partial_ids.append(id(parameter))
+
+    def mark(self) -> Any:
+        """See :class:`~lnn_lightning.parallel.tensor.axis.Ledger`."""
+        return self.forward, self.backward, len(self.partial_ids)
+
+    def take_back(self, mark: Any) -> None:
+        """See :class:`~lnn_lightning.parallel.tensor.axis.Ledger`."""
+        self.forward, self.backward, partial = mark
+        del self.partial_ids[partial:]
 
     def gathered(self, operation: str, origins: frozenset[str], sections: tuple[int, ...] | None) -> None:
         """See :class:`~lnn_lightning.parallel.tensor.axis.Ledger`."""
