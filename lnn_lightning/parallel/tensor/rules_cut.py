@@ -59,7 +59,7 @@ def _cut(func: Any, value: Tensor, dim: int, bounds: list[tuple[int, int]]) -> A
 @rule(torch.split, T.split, torch.functional.split, T.split_with_sizes, torch.split_with_sizes, torch.chunk, T.chunk)
 def _split(func: Any, args: Args, kwargs: Kwargs) -> Any:
     call = given(("input", "sizes", "dim"), args, kwargs, dim=0)
-    value = call.get("input", call.get("self", call.get("tensor")))
+    value = call["tensor"] if "tensor" in call else call["input"]
     names = ("sizes", "split_size_or_sections", "split_size", "split_sizes", "chunks")
     wanted = next(call[name] for name in names if name in call)
     dim = call["dim"] % value.ndim

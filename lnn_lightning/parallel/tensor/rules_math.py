@@ -94,6 +94,8 @@ def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     except _DoesNotFit:
         return refused(func, lead)
     result = func(*args, **kwargs)
+    if not isinstance(result, Tensor):
+        return result
     if writes:
         return args[0]
     return result_of(result, spec.at(result.ndim + from_end), lead)

@@ -169,7 +169,7 @@ def _deepcopy(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @rule(T.view, T.reshape, torch.reshape)
 def _view(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    value = args[0] if args else kwargs.get("input")
+    value: Any = args[0]
     wanted = [*args[1:], *(kwargs[name] for name in ("shape", "size") if name in kwargs)]
     if not is_sharded(value) or not wanted or isinstance(wanted[0], torch.dtype):
         return NotImplemented

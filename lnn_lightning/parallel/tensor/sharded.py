@@ -43,13 +43,15 @@ class Sharded(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not args and "input" in kwargs:
+            args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
         rule = RULES.get(func)
         if rule is None and getattr(func, "__name__", "") == "__get__":
             rule = _attribute
         with torch._C.DisableTorchFunctionSubclass():
             if _planning(args, kwargs) is not None:
                 return _planned(rule, func, args, kwargs)
-            result = rule(func, args, kwargs) if rule is not None else NotImplemented
+            result = _by_rule(rule, func, args, kwargs)
             return _on_wholes(func, args, kwargs) if result is NotImplemented else result
 
 
@@ -184,6 +186,16 @@ def _attribute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return like(result, spec_of(value), value) if result.shape == value.shape else NotImplemented
 
 
+def _by_rule(rule: Rule | None, func: Any, args: Any, kwargs: Any) -> Any:
+    """What a rule makes of a call; NotImplemented too where the call's arguments are none it knows."""
+    if rule is None:
+        return NotImplemented
+    try:
+        return rule(func, args, kwargs)
+    except (IndexError, KeyError, TypeError, ValueError):
+        return NotImplemented
+
+
 def _planning(*trees: Any) -> Ledger | None:
     for value in tree_tensors(trees):
         if is_sharded(value):
@@ -196,7 +208,7 @@ def _planned(rule: Rule | None, func: Any, args: Any, kwargs: Any) -> Any:
     ledger = _planning(args, kwargs)
     assert ledger is not None
     mark = ledger.mark()
-    result = rule(func, args, kwargs) if rule is not None else NotImplemented
+    result = _by_rule(rule, func, args, kwargs)
     if result is NotImplemented:
         ledger.take_back(mark)
         return _on_wholes(func, args, kwargs)
