@@ -40,7 +40,7 @@ from lnn_lightning.parallel.step.units import find_units
 from lnn_lightning.parallel.tensor.axis import TensorAxis
 from lnn_lightning.parallel.tensor.check import agreed_failures, check_units
 from lnn_lightning.parallel.tensor.install import TensorSharding
-from lnn_lightning.parallel.tensor.plan import TensorPlan, plan_module
+from lnn_lightning.parallel.tensor.plan import TensorPlan, plan_module, refuse_compiled
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ class PipelineEngine:
     def _plan_tensor(self, trace: Trace, vetoed: Mapping[str, str] | None = None) -> TensorPlan | None:
         if self.mesh.size(TENSOR) == 1:
             return None
+        refuse_compiled(self.root)
         settings, called = self.settings, list(dict.fromkeys(trace.names))
         twins = {name: twin for name in self.book.units.names if (twin := original_of(name, called)) is not None}
         twins = {name: twin for name, twin in twins.items() if name not in called}

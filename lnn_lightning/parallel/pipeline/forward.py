@@ -52,7 +52,7 @@ def _receive(
 ) -> tuple[Tensor, ...]:
     values = []
     for key in plan.received(stage):
-        info = plan.info(key)
+        info = plan.wire(key)
         value = torch.empty(info.shape, dtype=info.dtype, device=device)
         dist.recv(value, group=group, group_src=placement.rank_of(stage - 1))
         values.append(value)

@@ -67,10 +67,13 @@ def live_values(trace: Trace, stage_of: Sequence[int], num_stages: int) -> tuple
 
 def live_bytes(trace: Trace, keys: Sequence[Key]) -> int:
     """Bytes of the values of one cut, for one micro-batch."""
-    return sum(_bytes(info) for index, leaf in keys if isinstance(info := trace.calls[index].outputs[leaf], TensorInfo))
+    return sum(
+        bytes_of(info) for index, leaf in keys if isinstance(info := trace.calls[index].outputs[leaf], TensorInfo)
+    )
 
 
-def _bytes(info: TensorInfo) -> int:
+def bytes_of(info: TensorInfo) -> int:
+    """Bytes of a tensor."""
     numel = 1
     for size in info.shape:
         numel *= size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lnn_lightning.parallel.pipeline.partition import live_bytes
+from lnn_lightning.parallel.pipeline.partition import bytes_of
 from lnn_lightning.parallel.pipeline.residence import Residence
 from lnn_lightning.parallel.pipeline.schedules import Placement
 from lnn_lightning.parallel.step.plan import Plan
@@ -29,8 +29,10 @@ def layout_table(
         held = sum(size for name, size in sizes.items() if stage in residence.ownership.tensors[name])
         work = sum(call.flops for call in calls) / total_flops
         keys = plan.sent(stage)
-        values = [f"{plan.trace.calls[index].unit}{list(plan.info((index, leaf)).shape)}" for index, leaf in keys]
-        sends = f"{', '.join(values)} ({live_bytes(plan.trace, keys) / 2**20:.2f} MiB)" if keys else "-"
+        values = [f"{plan.trace.calls[index].unit}{list(plan.wire((index, leaf)).shape)}" for index, leaf in keys]
+        sends = (
+            f"{', '.join(values)} ({sum(bytes_of(plan.wire(key)) for key in keys) / 2**20:.2f} MiB)" if keys else "-"
+        )
         rows.append((str(stage), str(placement.rank_of(stage)), _range(units), f"{held:,}", f"{work:.0%}", sends))
     shared = [name for name in sizes if len(residence.ownership.tensors[name]) > 1]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

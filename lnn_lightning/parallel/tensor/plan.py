@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.trace import Key, TensorInfo, Trace
@@ -103,6 +104,21 @@ def plan_module(
         if original in plan.units:
             _plan_twin(root, names, twin, original, plan)
     return plan
+
+
+def refuse_compiled(root: nn.Module) -> None:
+    """Compiled code does not see which values are parts.
+
+    Raises:
+        StepError: a sub-module is compiled.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+            raise StepError(
+                f"{name!r} is compiled: compiled code cannot compute with values that are divided over tensor ranks. "
+                "Leave "
+                "`torch.compile` out, or use `tensor_parallel_size=1` (a pipeline and ZeRO work with compiled blocks)."
+            )
 
 
 def _plan_twin(root: nn.Module, names: Mapping[int, str], twin: str, original: str, plan: TensorPlan) -> None:

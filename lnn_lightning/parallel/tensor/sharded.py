@@ -119,13 +119,14 @@ def whole(value: Any) -> Any:
     if not is_sharded(value):
         return value
     with torch._C.DisableTorchFunctionSubclass():
+        now = None if value.is_inference() else value._version
         version, gathered = value.__dict__.get("_whole", (None, None))
         lacks_graph = (
             gathered is not None and value.requires_grad and torch.is_grad_enabled() and not gathered.requires_grad
         )
-        if gathered is None or lacks_graph or version != value._version:
+        if gathered is None or lacks_graph or now is None or version != now:
             gathered = gather(value, axis_of(value), spec_of(value))
-            value.__dict__["_whole"] = (value._version, gathered)
+            value.__dict__["_whole"] = (now, gathered)
     return gathered
 
 
