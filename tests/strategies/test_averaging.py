@@ -18,6 +18,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": ZERO["zero1"],
     "zero3": ZERO["zero3"],
     "pipeline-zero3": BOTH,
+    "tensor": {"tensor_parallel_size": 2, "microbatches": 3, "data_parallel_size": 1},
+    "tensor-zero3": {"tensor_parallel_size": 2, **ZERO["zero3"]},
 }
 KINDS: dict[str, Any] = {
     "ema": lambda: EMAWeightAveraging(decay=0.6),
@@ -51,7 +53,8 @@ class Saving(EMAWeightAveraging):
 
 
 def size_of(layout: dict[str, Any]) -> int:
-    return layout.get("pipeline_parallel_size", 1) * layout["data_parallel_size"]
+    model_parallel = layout.get("pipeline_parallel_size", 1) * layout.get("tensor_parallel_size", 1)
+    return model_parallel * layout["data_parallel_size"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,7 +17,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "microbatches": 2}),
     "zero3": (
         4,
-        {"tensor_parallel_size": 2, "data_parallel_size": 2, "microbatches": 2, "zero_stage": 3, "sequence_parallel": True},
+        {
+            "tensor_parallel_size": 2,
+            "data_parallel_size": 2,
+            "microbatches": 2,
+            "zero_stage": 3,
+            "sequence_parallel": True,
+        },
     ),
 }
 

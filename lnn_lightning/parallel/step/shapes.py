@@ -83,19 +83,26 @@ def _made_up(leaf: Any) -> Any:
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.fake_device)
 
 
-def own_object(value: Any) -> Any:
-    """A copy of an argument that is an object with a state (a cache), down to its tensors, which are kept."""
+def own_object(value: Any, tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+    """A copy of an argument that is an object with a state (a cache), down to its tensors.
+
+    Args:
+        value: the argument.
+        tensor: what a tensor becomes; it is kept by default.
+    """
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return tensor(value)
     if isinstance(value, list):
-        return [own_object(item) for item in value]
+        return [own_object(item, tensor) for item in value]
     if type(value) is tuple:
-        return tuple(own_object(item) for item in value)
+        return tuple(own_object(item, tensor) for item in value)
     if type(value) is dict:
-        return {key: own_object(item) for key, item in value.items()}
+        return {key: own_object(item, tensor) for key, item in value.items()}
     if isinstance(value, (Tensor, nn.Module, type)) or callable(value) or not hasattr(value, "__dict__"):
         return value
     result = copy.copy(value)
     for name, item in vars(result).items():
-        result.__dict__[name] = own_object(item)
+        result.__dict__[name] = own_object(item, tensor)
     return result
 
 

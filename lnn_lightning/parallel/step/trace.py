@@ -220,11 +220,9 @@ class _Recorder:
         kinds = [[type(leaf) for leaf in other] for other, _ in known]
         if [type(leaf) for leaf in leaves] not in kinds:
             self.tracker.inside = True
-            detached = [
-                leaf.detach().requires_grad_(leaf.requires_grad) if _has_graph(leaf) else leaf for leaf in leaves
-            ]
+            kept = tuple(own_object(leaf, _without_graph) for leaf in leaves)
             self.tracker.inside = False
-            known.append((tuple(detached), unflatten))
+            known.append((kept, unflatten))
 
     def _fake(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
@@ -271,8 +269,8 @@ class _Recorder:
         return call.unflatten(result)
 
 
-def _has_graph(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.grad_fn is not None
+def _without_graph(leaf: Tensor) -> Tensor:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if leaf.grad_fn is not None else leaf
 
 
 def trace_step(

@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from lnn_lightning.parallel.step.randomness import preserved_rng, reseed
+from lnn_lightning.parallel.step.shapes import own_object
 from lnn_lightning.parallel.step.standin import is_stand_in
 from lnn_lightning.parallel.step.trace import Trace
 from lnn_lightning.parallel.step.tree import Unflatten, tree_tensors
@@ -128,7 +130,7 @@ def _compare(
 
 def _run(unit: nn.Module, leaves: Sequence[Any], unflatten: Unflatten, device: torch.device) -> _Result:
     reseed(0, torch.device("cpu"))
-    made = [_made_up(leaf, device) for leaf in leaves]
+    made = [own_object(leaf, partial(_made_up, device=device)) for leaf in leaves]
     inputs = [leaf for leaf in made if isinstance(leaf, Tensor) and leaf.requires_grad]
     # in-place changes of inputs must not hit leaves
     args, kwargs = unflatten(
@@ -146,9 +148,7 @@ def _run(unit: nn.Module, leaves: Sequence[Any], unflatten: Unflatten, device: t
     return _Result([value.detach() for value in outputs], [value.grad for value in inputs], gradients)
 
 
-def _made_up(leaf: Any, device: torch.device) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
+def _made_up(leaf: Tensor, device: torch.device) -> Tensor:
     if not isinstance(leaf, FakeTensor):
         return leaf.detach().to(device).requires_grad_(leaf.requires_grad)
     if not leaf.is_floating_point():

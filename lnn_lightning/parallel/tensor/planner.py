@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from lnn_lightning.parallel.step.leftovers import nothing_left_behind
+from lnn_lightning.parallel.step.shapes import own_object
 from lnn_lightning.parallel.step.tree import tree_leaves
 from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, take_part
 from lnn_lightning.parallel.tensor.calls import embedding_call, linear_call
@@ -262,7 +264,7 @@ class UnitPlanner:
         state = UnitState(
             plan or UnitPlan(open_outputs=self.sample.loss_outputs), axis, replace_ledger(axis, trial, False)
         )
-        leaves = [meta_of(leaf, True) for leaf in self.sample.leaves]
+        leaves = [own_object(leaf, partial(meta_of, leaf=True)) for leaf in self.sample.leaves]
         args, kwargs = self.sample.unflatten(leaves)
         forward = type(self.unit).forward.__get__(self.unit)
         if "forward" in vars(self.unit):
