@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
@@ -64,6 +65,12 @@ class ZeroHooks(CheckpointHooks):
             raise StepError("LBFGS needs all parameters in one place; use an optimizer that updates each by itself.")
         sharding = self.engine.sharding
         if sharding is not None:
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, BaseFinetuning):
+                    raise StepError(
+                        f"{type(callback).__name__} looks for the optimizer's parameters in the module, which holds "
+                        f"sharded ones with `zero_stage={self._zero.stage}`. Use `zero_stage=1`."
+                    )
             for optimizer in self.optimizers:
                 refuse_unsplittable(optimizer)
         group = self.mesh.shard_group if self._zero.stage > 0 and self.mesh.layout.shard_size > 1 else None
