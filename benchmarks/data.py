@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smaller model, fewer rounds")
     parser.add_argument("--rounds", type=int, default=None)
     arguments = parser.parse_args()
-    settings = Compute(layers=4, rounds=5, steps=4, batch_size=16)
+    settings = Compute(layers=4, width=384, rounds=5, steps=4, batch_size=8)
     if arguments.quick:
         settings = Compute(layers=2, width=256, rounds=3, steps=4, batch_size=8)
     if arguments.rounds is not None:

@@ -510,3 +510,22 @@ def test_the_mesh_before_the_start() -> None:
     for read in (lambda: strategy.mesh, lambda: strategy.device_mesh, lambda: strategy.engine):
         with pytest.raises(RuntimeError, match="does not exist yet"):
             read()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"zero_stage": 4}, ["`zero_stage` must be 0, 1, 2 or 3, got 4"]),
+        ({"zero_stage": "3"}, ["`zero_stage`", "got '3'"]),
+        ({"zero_stage": True}, ["`zero_stage`", "got True"]),
+        ({"zero_stage": 2, "reshard_between_microbatches": True}, ["needs `zero_stage=3`, got 2"]),
+        ({"data_parallel_size": (2, 2)}, ["shards nothing with `zero_stage=0`", "`data_parallel_size=4`"]),
+        ({"data_parallel_size": (2, 2.5), "zero_stage": 3}, ["a pair (replicate, shard)", "got (2, 2.5)"]),
+    ],
+    ids=str,
+)
+def test_settings_of_zero(settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(LayoutError) as caught:
+        PTDPStrategy(**settings)
+    for word in words:
+        assert word in str(caught.value)

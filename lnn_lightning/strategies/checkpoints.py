@@ -192,9 +192,9 @@ class CheckpointHooks(MeshStrategy):
             self.engine.steps_done = list(ours["steps_done"])
         for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
             if ours is not None:
-                by_name = self._read_optimizer(Path(state["path"]), index, ours["values"])
                 groups = ours["optimizer_groups"][index]
-                self._add_groups(index, _plain(optimizer), groups)
+                self._add_groups(_plain(optimizer), groups)
+                by_name = self._read_optimizer(Path(state["path"]), index, ours["values"])
             else:
                 by_name, groups = self._by_name(index, state)
             self._put_optimizer_state(_plain(optimizer), by_name, groups)
@@ -220,7 +220,7 @@ class CheckpointHooks(MeshStrategy):
         of = dict(zip(numbers, names, strict=True))
         return {of[number]: values for number, values in state["state"].items()}, state["param_groups"]
 
-    def _add_groups(self, index: int, optimizer: Optimizer, groups: list[Any]) -> None:
+    def _add_groups(self, optimizer: Optimizer, groups: list[Any]) -> None:
         """Groups that a callback had added when the checkpoint was saved (unfrozen layers): their parameters learn."""
         assert self.lightning_module is not None
         parameters = dict(self.lightning_module.named_parameters())

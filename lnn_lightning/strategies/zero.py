@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
@@ -60,18 +61,20 @@ class ZeroHooks(CheckpointHooks):
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
             raise StepError("LBFGS needs all parameters in one place; use an optimizer that updates each by itself.")
         sharding = self.engine.sharding
+        if sharding is not None:
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, BaseFinetuning):
+                    raise StepError(
+                        f"{type(callback).__name__} looks for the optimizer's parameters in the module, which holds "
+                        f"sharded ones with `zero_stage={self._zero.stage}`. Use `zero_stage=1`."
+                    )
         for optimizer in self.optimizers:
             if sharding is not None:
-                refuse_unsplittable(
-                    optimizer,
-                    "Use `zero_stage=1`, which shares out the optimizer state by whole parameters and is right for "
-                    "every "
-                    "optimizer.",
-                )
+                way_out = "Use `zero_stage=1`, which shares out whole parameters and is right for every optimizer."
+                refuse_unsplittable(optimizer, way_out)
             elif self._has_divided(optimizer):
-                refuse_unsplittable(
-                    optimizer, "Use another optimizer, or a pipeline or ZeRO 1 instead of `tensor_parallel_size`."
-                )
+                way_out = "Use another optimizer, or a pipeline or ZeRO 1 instead of `tensor_parallel_size`."
+                refuse_unsplittable(optimizer, way_out)
         group = self.mesh.shard_group if self._zero.stage > 0 and self.mesh.layout.shard_size > 1 else None
         self._group_names = [[] for _ in self.optimizers]
         self._shares = [

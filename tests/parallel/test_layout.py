@@ -113,3 +113,16 @@ def test_groups_of_stages_that_share_parameters() -> None:
         {(0, 2): [101], (0, 1, 2): [111], (1, 2): [110]},
     ]
     assert all(extra == 1 for _, extra in results), "all ranks are the axis' own group, and groups are made once"
+
+
+@pytest.mark.parametrize("pair", [(2,), (1, 2, 3), (0, 2), (2, "2"), (True, 2)])
+def test_a_pair_of_sizes_is_checked(pair: tuple[Any, ...]) -> None:
+    with pytest.raises(LayoutError, match="a pair .replicate, shard."):
+        resolve_layout(4, data_parallel_size=pair)
+
+
+def test_a_pair_is_one_data_axis_of_groups() -> None:
+    layout = resolve_layout(8, pipeline_parallel_size=2, data_parallel_size=[2, 2])
+    assert layout.shape == (2, 4, 1) and (layout.data_replicas, layout.shard_size) == (2, 2)
+    with pytest.raises(LayoutError, match="needs 4 processes, but 8 run"):
+        resolve_layout(8, data_parallel_size=(2, 2))

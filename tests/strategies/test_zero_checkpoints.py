@@ -7,8 +7,15 @@ import pytest
 import torch
 
 from lnn_lightning.checkpoint import load_full_state_dict, tensor_names
-from tests.helpers.ranks import launch_ranks
-from tests.strategies.test_ptdp import ONE, _from_one_process, _train, assert_same_state
+from tests.helpers.ranks import RanksFailed, launch_ranks
+from tests.strategies.test_ptdp import (
+    ONE,
+    _finetunes,
+    _from_one_process,
+    _goes_on_finetuning,
+    _train,
+    assert_same_state,
+)
 
 OPTIONS = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -45,19 +52,41 @@ def test_resumed_is_uninterrupted_bit_for_bit(name: str, tmp_path: Path) -> None
         ("zero0", "zero3"),
         ("zero3", "zero3-pipeline"),
         ("zero3-pipeline", "zero2-hybrid"),
-        ("zero2-hybrid", "zero1"),
-        ("zero1", "zero3-pipeline"),
+        ("zero2-hybrid", "one"),
+        ("zero1", "zero3-of-3"),
     ],
 )
 def test_resumed_under_another_layout(saved: str, resumed: str, tmp_path: Path) -> None:
-    """Without shuffling every rank is fed the same samples at the same time in these layouts."""
+    """Every rank is fed the same samples and there is no dropout, so one process is the reference."""
     path = str(tmp_path / "half.ckpt")
-    launch_ranks(_train, LAYOUTS[saved][0], LAYOUTS[saved][1], 2, path, "", OPTIONS)
-    same = launch_ranks(_train, LAYOUTS[saved][0], LAYOUTS[saved][1], 4, "", path, OPTIONS)[0]
-    for found in launch_ranks(_train, LAYOUTS[resumed][0], LAYOUTS[resumed][1], 4, "", path, OPTIONS):
-        assert found["rates"] == same["rates"]
-        if "pipeline" not in saved + resumed and "hybrid" not in saved + resumed:
-            assert found["losses"] == pytest.approx(same["losses"], rel=1e-9) or len(found["losses"]) == 10
+    losses, rates, state = launch_ranks(_from_one_process, 1, None, 4, "", "")[0]
+    launch_ranks(_from_one_process, LAYOUTS[saved][0], LAYOUTS[saved][1], 2, path, "")
+    for found in launch_ranks(_from_one_process, LAYOUTS[resumed][0], LAYOUTS[resumed][1], 4, "", path):
+        assert found[0] == pytest.approx(losses[10:], rel=1e-9)
+        assert found[1] == pytest.approx(rates[10:], rel=1e-12)
+        assert_same_state(found[2], state, 1e-9)
+
+
+def test_finetuning_callbacks_are_refused_where_parameters_are_sharded(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        launch_ranks(_finetunes, *LAYOUTS["zero3"], str(tmp_path))
+    for traceback in caught.value.tracebacks.values():
+        assert "BackboneFinetuning looks for the optimizer's parameters" in traceback
+        assert "Use `zero_stage=1`" in traceback
+
+
+def test_a_thawed_backbone_goes_on(tmp_path: Path) -> None:
+    """A group that a callback added is dealt out too, and resumed."""
+    layout = {"data_parallel_size": 2, "microbatches": 2, "zero_stage": 1}
+    expected, state = launch_ranks(_finetunes, 1, None, str(tmp_path / "one"))[0]
+    for losses, values in launch_ranks(_finetunes, 2, layout, str(tmp_path / "many")):
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert_same_state(values, state, 1e-9)
+    for epoch in (0, 1):
+        path = str(tmp_path / "many" / f"epoch={epoch}.ckpt")
+        for losses, values in launch_ranks(_goes_on_finetuning, 2, layout, str(tmp_path / f"two{epoch}"), path):
+            assert losses == pytest.approx(expected[5 * (epoch + 1) :], rel=1e-9)
+            assert_same_state(values, state, 1e-9)
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3-pipeline", "zero3-of-3"])

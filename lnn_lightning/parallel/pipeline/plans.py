@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -58,6 +59,7 @@ class PlanBook:
         except Exception as error:
             if self.num_stages > 1:
                 raise
+            traceback.clear_frames(error.__traceback__)  # what they hold would keep graphs of parameters alive
             return Trace([], tail_error=error)
 
     def _trace(self, step: Callable[[Any], Any], batch: Any) -> Trace:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from lnn_lightning.parallel.pipeline.partition import bytes_of
 from lnn_lightning.parallel.pipeline.residence import Residence
 from lnn_lightning.parallel.pipeline.schedules import Placement
@@ -20,7 +22,7 @@ def layout_table(
         batch_size: samples of the batch that was traced.
         microbatches: parts it is cut into.
     """
-    sizes = {name: parameter.numel() for name, parameter in residence.root.named_parameters()}
+    sizes = {name: prod(residence.whole_shape(name, each)) for name, each in residence.root.named_parameters()}
     total_flops = sum(call.flops for call in plan.trace.calls) or 1
     rows = [("stage", "rank", "units", "parameters", "work", "sends")]
     for stage in range(plan.num_stages):

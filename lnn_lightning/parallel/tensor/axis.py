@@ -24,6 +24,9 @@ class Ledger(Protocol):
     def partial(self, parameter: Tensor) -> None:
         """A whole parameter is used on a rank's part alone: its gradients must be added up."""
 
+    def used_on_whole(self, parameter: Tensor) -> None:
+        """A whole parameter is used on wholes: each rank has its whole gradient."""
+
     def mark(self) -> Any:
         """A place in the books."""
 
@@ -68,6 +71,7 @@ class TensorAxis:
         """The values of all ranks."""
         if self.group is None:
             return [value] * self.size
+        value = value.resolve_conj().resolve_neg()
         parts = value.new_empty((self.size, *value.shape))
         dist.all_gather_single(parts.view(-1), value.contiguous().view(-1), group=self.group)
         return list(parts.unbind(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,6 +45,7 @@ class TensorSharding:
 
     def install(self) -> None:
         """Cuts parameters in place (the objects stay) and takes the classes of layers and units."""
+        gc.collect()  # graphs of the traced step would remember the whole shapes
         for name, parameter in self.root.named_parameters():
             if (spec := self.plan.specs.get(name)) is not None and not is_stand_in(parameter):
                 parameter.data = self.part(spec, parameter.data)

@@ -88,7 +88,9 @@ class _Watch(TorchFunctionMode):
         shape, size = layer.weight.shape, planner.axis.size
         wanted = self._forced.get(name, planner.fixed.get(name))
         if layer.options is not None:
-            divide = name in planner.large if wanted is None else wanted != REPLICATE
+            # one that no layer shares is worth it if it has more rows than are looked up: it saves more than it sends
+            worthwhile = name in planner.large and shape[0] > layer.value.numel()
+            divide = worthwhile if wanted is None else wanted != REPLICATE
             return Role("vocabulary", (shape[0],)) if divide else REPLICATE
         if wanted is None:
             wanted = self._default(layer, shape[into])
@@ -278,6 +280,7 @@ class UnitPlanner:
         try:
             with torch.device("meta"), _Watch(self, trial, forced):
                 trial.out = run_unit(state, forward, args, kwargs)
+            trial.used_whole |= {self.names[each] for each in trial.whole_ids if each in self.names}
             self._check(trial)
         except Exception as error:  # noqa: BLE001 - whatever the user's code cannot do on parts
             trial.error = error

@@ -75,6 +75,8 @@ def _over_vocabulary(func: Any, args: Args, kwargs: Kwargs) -> Any:
     given = args[1] if len(args) > 1 else kwargs.get("dim")
     keepdim = bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
     spec = spec_of(value)
+    if not value.is_floating_point():
+        return reduced(func, args, kwargs)
     if not isinstance(given, int) or given % value.ndim != spec.dim or len(spec.sections) > 1:
         return reduced(func, args, kwargs)
     part = _part(value)

@@ -63,7 +63,7 @@ def functions(names: Sequence[str]) -> list[Any]:
 
 def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """The same operation on parts, broadcast: whole operands are cut where they extend along the sharded dimension."""
-    if "out" in kwargs:
+    if "out" in kwargs or (func is torch.where and len(args) == 1):
         return NotImplemented
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     parts = [value for value in tensors if is_sharded(value)]

@@ -27,10 +27,10 @@ T = Tensor
 
 
 def _dims(args: Args, kwargs: Kwargs, ndim: int, position: int = 1) -> list[int] | None:
-    given = args[position] if len(args) > position else kwargs.get("dim", kwargs.get("axis"))
-    if given is None:
+    wanted = args[position] if len(args) > position else kwargs.get("dim")
+    if wanted is None or wanted == ():
         return None
-    return [dim % ndim for dim in ([given] if isinstance(given, int) else given)]
+    return [dim % ndim for dim in ([wanted] if isinstance(wanted, int) else wanted)]
 
 
 def _shrunk(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:

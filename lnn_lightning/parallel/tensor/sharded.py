@@ -21,6 +21,7 @@ from lnn_lightning.parallel.tensor.axis import Ledger, Spec, TensorAxis, enter, 
 from lnn_lightning.parallel.tensor.region import cached
 
 Rule = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+_SPELLINGS = {"axis": "dim", "keepdims": "keepdim"}
 RULES: dict[Any, Rule] = {}
 """Function -> what it does on parts; a rule may return NotImplemented."""
 
@@ -42,7 +43,7 @@ class Sharded(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = {_SPELLINGS.get(key, key): value for key, value in kwargs.items()} if kwargs else {}
         if not args and "input" in kwargs:
             args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
         rule = RULES.get(func)
@@ -172,11 +173,8 @@ def name_of(func: Any) -> str:
 
 
 def given(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Arguments of a call by name; ``axis`` is another word for ``dim``."""
-    found = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-    if "axis" in found:
-        found["dim"] = found.pop("axis")
-    return found
+    """Arguments of a call by name."""
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _attribute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -240,6 +238,9 @@ def _on_wholes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     axis = axis_of(parts[0])
     if axis.ledger is not None:
         axis.ledger.gathered(name, origins, None)
+        for value in tree_tensors((args, kwargs)):
+            if isinstance(value, nn.Parameter):
+                axis.ledger.used_on_whole(value)
     args, kwargs = wholes((tuple(args), kwargs))
     return func(*args, **kwargs)
 

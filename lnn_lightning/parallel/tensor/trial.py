@@ -47,6 +47,7 @@ class Trial:
     transposed: set[str] = field(default_factory=set)
     biases: dict[str, str] = field(default_factory=dict)
     partial_ids: list[int] = field(default_factory=list)
+    whole_ids: set[int] = field(default_factory=set)
     used_whole: set[str] = field(default_factory=set)
     gathers: dict[str, tuple[str, set[tuple[int, ...]]]] = field(default_factory=dict)
     forward: int = 0
@@ -63,6 +64,10 @@ class Trial:
     def partial(self, parameter: Tensor) -> None:
         """See :class:`~lnn_lightning.parallel.tensor.axis.Ledger`."""
         self.partial_ids.append(id(parameter))
+
+    def used_on_whole(self, parameter: Tensor) -> None:
+        """See :class:`~lnn_lightning.parallel.tensor.axis.Ledger`."""
+        self.whole_ids.add(id(parameter))
 
     def mark(self) -> Any:
         """See :class:`~lnn_lightning.parallel.tensor.axis.Ledger`."""
