@@ -95,6 +95,25 @@ class LayerCall:
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
+_TURNS = (Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t)  # type: ignore[attr-defined]
+
+
+def called(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function; a turned weight remembers which parameter it is (for ``x @ self.weight.T``)."""
+    result = func(*args, **kwargs)
+    if (parameter := turned_parameter(func, args)) is not None:
+        result._lnn_turned = parameter
+    return result
+
+
+def turned_parameter(func: Any, args: Any) -> nn.Parameter | None:
+    """The two-dimensional parameter that a call only transposes."""
+    turns = func in _TURNS or (
+        func in (Tensor.transpose, torch.transpose) and len(args) == 3 and {args[1] % 2, args[2] % 2} == {0, 1}
+    )
+    return args[0] if turns and args and isinstance(args[0], nn.Parameter) and args[0].ndim == 2 else None
+
+
 def linear_call(func: Any, args: Any, kwargs: Any) -> LayerCall | None:
     """A call of a linear function with a two-dimensional parameter."""
     if func is F.linear:
@@ -107,7 +126,8 @@ def linear_call(func: Any, args: Any, kwargs: Any) -> LayerCall | None:
     elif func in (torch.addmm, Tensor.addmm) and len(args) == 3 and not kwargs:
         call = LayerCall(args[2], args[0], True, args[1])
     elif func in _MATMULS and len(args) == 2 and not kwargs:
-        call = LayerCall(args[1], None, True, args[0])
+        turned = getattr(args[1], "_lnn_turned", None)
+        call = LayerCall(args[1], None, True, args[0]) if turned is None else LayerCall(turned, None, False, args[0])
     else:
         return None
     usable = isinstance(call.weight, nn.Parameter) and call.weight.ndim == 2 and isinstance(call.value, Tensor)
@@ -149,7 +169,7 @@ class ParameterMode(TorchFunctionMode):
             return layer.run(layer.weight, layer.bias, role, self._axis)
         if self._shares and not any(is_sharded(value) for value in _tensors(args, kwargs)):
             args, kwargs = self._shared(args), {key: self._shared(value) for key, value in kwargs.items()}
-        return func(*args, **kwargs)
+        return called(func, args, kwargs)
 
     def _shared(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)):

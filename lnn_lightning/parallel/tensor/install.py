@@ -46,9 +46,15 @@ class TensorSharding:
     def install(self) -> None:
         """Cuts parameters in place (the objects stay) and takes the classes of layers and units."""
         gc.collect()  # graphs of the traced step would remember the whole shapes
+        replaced: dict[int, nn.Parameter] = {}
         for name, parameter in self.root.named_parameters():
             if (spec := self.plan.specs.get(name)) is not None and not is_stand_in(parameter):
                 parameter.data = self.part(spec, parameter.data)
+                if _remembers_whole(parameter):
+                    replaced[id(parameter)] = nn.Parameter(parameter.data, parameter.requires_grad)
+        for module in self.root.modules() if replaced else ():
+            for key, each in module._parameters.items():
+                module._parameters[key] = replaced.get(id(each), each)
         for name, plan in self.plan.units.items():
             unit = self.root.get_submodule(name)
             if not all(is_stand_in(parameter) for parameter in unit.parameters()):
@@ -145,6 +151,14 @@ class TensorSharding:
         finally:
             for store, key, parameter in saved:
                 store[key] = parameter
+
+
+def _remembers_whole(parameter: nn.Parameter) -> bool:
+    """Whether a graph made before the cut is alive somewhere, so that gradients of the old shape are expected."""
+    if not parameter.requires_grad:
+        return False
+    node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    return node._input_metadata[0].shape != parameter.shape  # type: ignore[union-attr]
 
 
 def _checksum(value: Tensor) -> Tensor:

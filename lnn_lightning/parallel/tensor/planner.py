@@ -24,7 +24,7 @@ from lnn_lightning.parallel.step.leftovers import nothing_left_behind
 from lnn_lightning.parallel.step.shapes import own_object
 from lnn_lightning.parallel.step.tree import tree_leaves
 from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, take_part
-from lnn_lightning.parallel.tensor.calls import embedding_call, linear_call
+from lnn_lightning.parallel.tensor.calls import called, embedding_call, linear_call, turned_parameter
 from lnn_lightning.parallel.tensor.layers import REPLICATE, Role
 from lnn_lightning.parallel.tensor.sharded import Sharded, ShardingError, is_sharded, spec_of, wrap
 from lnn_lightning.parallel.tensor.trial import (
@@ -42,7 +42,7 @@ from lnn_lightning.parallel.tensor.units import UnitPlan, UnitState, find_argume
 
 FLOPS_PER_BYTE = 8
 """What sending a byte is worth in operations: little, so that layers are divided wherever that makes sense."""
-_MAX_TRIALS = 60
+_MAX_TRIALS = 120
 
 
 class _Watch(TorchFunctionMode):
@@ -72,13 +72,14 @@ class _Watch(TorchFunctionMode):
                 elif bias is not None and role.kind == "row":
                     trial.biases.pop(planner.names.get(id(layer.bias), ""), None)
                 return layer.run(weight, bias, role, replace_ledger(axis, trial), frozenset({name}))
-            if not is_sharded(layer.value) and layer.options is None:
+            value = layer.value
+            if layer.options is None and (not is_sharded(value) or spec_of(value).dim == value.ndim - 1):
                 trial.waste += planner.waste(layer)
-        for value in tree_leaves((args, kwargs)):
+        for value in tree_leaves((args, kwargs)) if turned_parameter(func, args) is None else ():
             if isinstance(value, nn.Parameter) and (name := planner.names.get(id(value))) is not None:
                 if not any(is_sharded(other) for other in tree_leaves((args, kwargs))) and computes(func):
                     trial.used_whole.add(name)
-        return func(*args, **kwargs)
+        return called(func, args, kwargs)
 
     def _role(self, name: str, layer: Any) -> Role:
         planner, trial = self._planner, self._trial
@@ -214,16 +215,21 @@ class UnitPlanner:
             for change in self._changes(best, forced):
                 if self.trials >= _MAX_TRIALS:
                     break
-                trial = self._trial({**forced, **change})
-                if trial.cost < best.cost or (best.error is not None and trial.error is None):
+                wanted = {name: role for name, role in {**forced, **change}.items() if role is not None}
+                trial = self._trial(wanted)
+                if trial.cost < best.cost:
                     for name in change:
                         self.reasons[name] = self._why(best, name)
-                    best, forced, improved = trial, {**forced, **change}, True
+                    best, forced, improved = trial, wanted, True
                     break
         return best, forced
 
-    def _changes(self, best: Trial, forced: Mapping[str, Role]) -> Iterator[dict[str, Role]]:
-        """Other roles worth trying: first those that an operation asked for, then replicated layers."""
+    def _changes(self, best: Trial, forced: Mapping[str, Role]) -> Iterator[dict[str, Role | None]]:
+        """Other roles worth trying; None: whatever suits what a layer is given.
+
+        First sections that an operation asked for, then no division of what had to be gathered, then what was decided
+        earlier, last every layer the other way.
+        """
         blamed = list(best.gathers)
         if best.error is not None:
             origins: frozenset[str] = getattr(best.error, "origins", frozenset())
@@ -233,26 +239,23 @@ class UnitPlanner:
                 wanted = Role("column", sections)
                 if forced.get(name) != wanted and self.fixed.get(name, wanted).kind == "column":
                     yield {name: wanted}
-        blamed = [name for name in blamed if name not in self.fixed]
-        divided = [name for name in blamed if best.roles.get(name, REPLICATE) != REPLICATE]
+        free = [name for name in best.roles if name not in self.fixed]
+        divided = [name for name in blamed if name in free and best.roles[name] != REPLICATE]
         for name in divided:
             yield {name: REPLICATE}
-        others = [
-            name
-            for name, role in best.roles.items()
-            if role == REPLICATE and name not in self.fixed and name not in forced
-        ]
-        if best.gathers and others:
-            for name in others:
-                yield {name: Role("column")}
         groups: dict[str, list[str]] = {}
         for name in divided:
             groups.setdefault(best.gathers.get(name, ("error", set()))[0], []).append(name)
         for names in groups.values():
             if len(names) > 1:
                 yield dict.fromkeys(names, REPLICATE)
-        if best.error is not None and len(best.roles) > 1:
-            yield {name: REPLICATE for name in best.roles if name not in self.fixed}
+        for name in forced:
+            yield {name: None}
+        for name in free:
+            if name not in divided:
+                yield {name: Role("column") if best.roles[name] == REPLICATE else REPLICATE}
+        if best.error is not None and len(free) > 1:
+            yield dict.fromkeys(free, REPLICATE)
 
     def _why(self, trial: Trial, name: str) -> str:
         if name in trial.gathers:
