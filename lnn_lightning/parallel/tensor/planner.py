@@ -159,7 +159,8 @@ class UnitPlanner:
                 return None, reason_of(best.error)
             divided = {name: role for name, role in best.roles.items() if role != REPLICATE}
             if not divided:
-                return None, "it has no layer that can be divided"
+                costly = bool(best.roles) and any(self.reasons.values())
+                return None, "dividing it would cost more than it saves" if costly else "it has no layer to divide"
             plan = self._made(best)
             if sequence:
                 plan = self._along_tokens(plan, best, forced)
