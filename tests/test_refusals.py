@@ -105,7 +105,6 @@ def _end_of_stack(lines: list[str]) -> int:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tensor_parallel_size": 2}, ["`tensor_parallel_size=2` is not available yet", "pipeline_parallel_size"]),
         ({"pipeline_parallel_size": 2, "schedule": "1f2b"}, ["`schedule='1f2b'` is unknown", "'1f1b'", "'zbv'"]),
         ({"pipeline_parallel_size": 2, "schedule": "zbv", "stages_per_rank": 3}, ["exactly two stages a rank"]),
         ({"pipeline_parallel_size": 2, "schedule": "naive", "stages_per_rank": 2}, ["one stage a rank"]),
@@ -134,6 +133,7 @@ def test_settings(settings: dict[str, Any], words: list[str]) -> None:
         ({"pipeline_parallel_size": 3}, ["2 processes cannot be divided", "2 is no multiple of 3", "devices="]),
         ({"pipeline_parallel_size": 2, "data_parallel_size": 2}, ["needs 4 processes, but 2 run"]),
         ({"data_parallel_size": 1}, ["needs 1 processes, but 2 run"]),
+        ({"tensor_parallel_size": 4}, ["2 processes cannot be divided", "tensor_parallel_size=4"]),
     ],
     ids=str,
 )
@@ -529,3 +529,51 @@ def test_settings_of_zero(settings: dict[str, Any], words: list[str]) -> None:
         PTDPStrategy(**settings)
     for word in words:
         assert word in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------ tensor parallelism
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Divisible(Model):
+    block = Mlp
+
+
+class Compiled(Divisible):
+    def configure_model(self) -> None:
+        self.blocks[1].compile(backend="eager")
+
+
+class WholeMatrices(Divisible):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=0.1)
+
+
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "words"),
+    [
+        (Divisible, {"tensor_parallel_plan": {"*.q_proj": "colwise"}}, ["'*.q_proj'", "fits no layer", "'embed'"]),
+        (
+            Divisible,
+            {"tensor_parallel_plan": {"*.up": "column"}},
+            ["'*.up'", "'column'", "'colwise', 'rowwise', 'replicate'"],
+        ),
+        (Divisible, {"tensor_parallel_plan": {"embed.x": "rowwise"}}, ["'embed.x'", "fits no layer"]),
+        (Compiled, {}, ["'blocks.1' is compiled", "tensor_parallel_size=1"]),
+        (WholeMatrices, {}, ["Adafactor cannot update parts of parameters", "Use another optimizer"]),
+    ],
+    ids=str,
+)
+def test_tensor_parallelism(kind: type, layout: dict[str, Any], words: list[str]) -> None:
+    check(words, fit, kind, {**TENSOR, **layout})

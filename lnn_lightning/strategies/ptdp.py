@@ -194,13 +194,6 @@ class PTDPStrategy(ZeroHooks, DataHooks):
                 f"This {type(module).__name__} was already divided by another strategy. Use the Trainer that did, or "
                 "load `strategy.full_state_dict()` into a new one."
             )
-        if getattr(module, "_compiler_ctx", None) is not None:
-            raise StepError(
-                f"This {type(module).__name__} is compiled as a whole, its steps too: they cannot be followed. Pass "
-                "the "
-                "module itself, and compile its blocks in `configure_model` (`for block in self.blocks: "
-                "block.compile()`)."
-            )
         axes = [self.mesh.group(axis) for axis in (PIPELINE, TENSOR)]
         agreement = MeshAgreement(
             (*axes, *([self.mesh.shard_group] if self._zero.stage > 0 else [])),
