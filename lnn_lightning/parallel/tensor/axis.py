@@ -164,17 +164,6 @@ def join_parts(parts: list[Tensor], spec: Spec) -> Tensor:
     return torch.cat([pieces[index] for index in range(len(widths)) for pieces in split], spec.dim)
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.all_reduce(gradient), None
-
-
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: TensorAxis) -> Tensor:
@@ -230,7 +219,10 @@ def enter(value: Tensor, axis: TensorAxis) -> Tensor:
     if not value.requires_grad:
         return value
     axis.note("all-reduce", value, 0, 2 * axis.ring)
-    return _Enter.apply(value, axis)
+    entered = value.view_as(value)  # torch's own view: the value may be changed in place later
+    if entered.requires_grad:
+        entered.register_hook(axis.all_reduce)
+    return entered
 
 
 def reduce(value: Tensor, axis: TensorAxis) -> Tensor:

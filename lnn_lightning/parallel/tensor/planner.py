@@ -293,7 +293,7 @@ class UnitPlanner:
     def _check(self, trial: Trial) -> None:
         """Parameters that would be right in no way."""
         divided = {name for name, role in trial.roles.items() if role != REPLICATE}
-        partial = {self.names[each] for each in trial.partial_ids if each in self.names}
+        partial = {self.names[each] for each in trial.partial_parameters if each in self.names}
         divided |= {bias for bias, weight in trial.biases.items() if trial.roles[weight].kind == "column"}
         for name in sorted(trial.used_whole & (divided | partial)):
             owner = trial.biases.get(name, name)
@@ -303,7 +303,7 @@ class UnitPlanner:
             )
 
     def _made(self, trial: Trial) -> UnitPlan:
-        partial = frozenset(self.names[each] for each in trial.partial_ids if each in self.names)
+        partial = frozenset(self.names[each] for each in trial.partial_parameters if each in self.names)
         return UnitPlan(
             roles=dict(trial.roles),
             transposed=frozenset(trial.transposed),
@@ -328,7 +328,7 @@ class UnitPlanner:
             trial = self._trial(forced, trying)
             out = tree_leaves(trial.out)[output] if trial.error is None else None
             stays = isinstance(out, Sharded) and spec_of(out).sequence and spec_of(out).dim == dim
-            if stays and trial.cost <= best.cost * 1.02 and trial.roles == best.roles:
+            if stays and trial.call_cost <= best.call_cost * 1.02 and trial.roles == best.roles:
                 made = self._made(trial)
                 return replace(made, sequence=dim, argument=argument, output=output)
         return plan

@@ -46,7 +46,7 @@ def cached(how: Any, value: Tensor, make: Callable[[], Tensor]) -> Tensor:
     region = current_region()
     if region is None:
         return make()
-    key = (how, id(value))
+    key = (how, id(value), 0 if value.is_inference() else value._version)  # it may be changed in place in between
     if key not in region.ready:
         region.ready[key] = (value, make())
     return region.ready[key][1]

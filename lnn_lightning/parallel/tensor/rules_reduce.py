@@ -69,7 +69,7 @@ def reduced(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def along(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """The same operation on parts, along dimensions that are whole."""
     value = args[0]
-    if func in (torch.tril, T.tril, torch.triu, T.triu):
+    if func.__name__.startswith("tri"):
         dims: list[int] | None = [value.ndim - 1, value.ndim - 2]
     else:
         default = {"dim": 1} if func is F.normalize else {"dim": -1} if func is F.glu else {}
@@ -87,6 +87,8 @@ def along(func: Any, args: Args, kwargs: Kwargs) -> Any:
 @rule(*functions(["topk", "sort", "max", "min", "var_mean", "std_mean", "median"]))
 def _pairs(func: Any, args: Args, kwargs: Kwargs) -> Any:
     value = args[0]
+    if any(isinstance(each, bool) for each in args[1:3]) and "mean" in func.__name__:
+        return refused(func, value)  # older forms, with `unbiased` in other places
     if len(args) > 1 and isinstance(args[1], Tensor):
         return elementwise(func, args, kwargs)
     if func in (torch.topk, T.topk, torch.sort, T.sort):

@@ -226,23 +226,40 @@ def _on_wholes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = name_of(func)
     parts = [value for value in tree_tensors((args, kwargs)) if is_sharded(value)]
     origins = frozenset().union(*(origins_of(value) for value in parts))
-    if name in ("__reduce_ex__", "share_memory_") or (args and is_sharded(args[0]) and _writes(name)):
-        raise ShardingError(
-            f"`{name}` on an activation that is divided over the tensor ranks (whole shape {whole_shape(parts[0])}) "
-            "is not "
-            "possible. Give the layers around it another role with `tensor_parallel_plan={'<layer>': 'replicate'}`, "
-            "or use "
-            "an operation that is not in place.",
-            origins,
-        )
     axis = axis_of(parts[0])
+    if name in ("__reduce_ex__", "share_memory_"):
+        raise _impossible(name, parts[0])
     if axis.ledger is not None:
         axis.ledger.gathered(name, origins, None)
         for value in tree_tensors((args, kwargs)):
             if isinstance(value, nn.Parameter):
                 axis.ledger.used_on_whole(value)
+    if args and is_sharded(args[0]) and _writes(name):
+        return _write_whole(func, name, args, kwargs)
     args, kwargs = wholes((tuple(args), kwargs))
     return func(*args, **kwargs)
+
+
+def _write_whole(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An operation in place: on the whole, of which each rank takes its part back."""
+    value, spec, axis = args[0], spec_of(args[0]), axis_of(args[0])
+    written = gather(value, axis, spec)
+    rest, kwargs = wholes((tuple(args[1:]), kwargs))
+    result = func(written, *rest, **kwargs)
+    if list(written.shape) != whole_shape(value):
+        raise _impossible(name, value)
+    part = scatter(written, axis, spec) if written.requires_grad else take_part(written, spec, axis.size, axis.rank)
+    value.copy_(part)
+    return value if result is written else result
+
+
+def _impossible(name: str, value: Tensor) -> ShardingError:
+    return ShardingError(
+        f"`{name}` on an activation that is divided over the tensor ranks (whole shape {whole_shape(value)}) is not "
+        "possible. Give the layers around it another role with `tensor_parallel_plan={'<layer>': 'replicate'}`, or use an "
+        "operation that is not in place.",
+        origins_of(value),
+    )
 
 
 def _writes(name: str) -> bool:

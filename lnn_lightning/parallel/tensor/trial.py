@@ -46,7 +46,7 @@ class Trial:
     roles: dict[str, Role] = field(default_factory=dict)
     transposed: set[str] = field(default_factory=set)
     biases: dict[str, str] = field(default_factory=dict)
-    partial_ids: list[int] = field(default_factory=list)
+    partial_ids: list[tuple[int, int]] = field(default_factory=list)
     whole_ids: set[int] = field(default_factory=set)
     used_whole: set[str] = field(default_factory=set)
     gathers: dict[str, tuple[str, set[tuple[int, ...]]]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Trial:
 
     def partial(self, parameter: Tensor) -> None:
         """See :class:`~lnn_lightning.parallel.tensor.axis.Ledger`."""
-        self.partial_ids.append(id(parameter))
+        self.partial_ids.append((id(parameter), parameter.numel() * parameter.element_size()))
 
     def used_on_whole(self, parameter: Tensor) -> None:
         """See :class:`~lnn_lightning.parallel.tensor.axis.Ledger`."""
@@ -87,8 +87,18 @@ class Trial:
 
     @property
     def cost(self) -> float:
-        """Bytes sent, and what is computed on every rank again, as bytes."""
+        """Bytes of a call, of a step's partial gradients, and what every rank computes again, as bytes."""
+        return self.call_cost + sum(size for _, size in set(self.partial_ids))
+
+    @property
+    def call_cost(self) -> float:
+        """The same without partial gradients."""
         return float("inf") if self.error is not None else self.forward + self.backward + self.waste
+
+    @property
+    def partial_parameters(self) -> set[int]:
+        """``id`` of the parameters whose gradients are partial."""
+        return {key for key, _ in self.partial_ids}
 
 
 def replace_ledger(axis: TensorAxis, trial: Trial, inside: bool = True) -> TensorAxis:
