@@ -17,11 +17,12 @@ from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, join_parts, tak
 from lnn_lightning.parallel.tensor.layers import REPLICATE, Role
 from lnn_lightning.parallel.tensor.modules import (
     LayerRole,
+    has_forward,
     is_conv1d,
     linear_forward,
     multihead_forward,
     sharding_suspended,
-    take_class,
+    take_forward,
 )
 from lnn_lightning.parallel.tensor.plan import TensorPlan
 from lnn_lightning.parallel.tensor.trial import forward_with_rules
@@ -190,8 +191,8 @@ def install_unit(unit: nn.Module, plan: UnitPlan, inside: TensorAxis, outside: T
         is_linear = is_linear and "forward" not in vars(module) and id(module) not in inner
         if is_linear and role.kind in ("column", "row"):
             module.lnn_layer = LayerRole(role, inside)  # type: ignore[assignment]
-            take_class(module, linear_forward)
-        elif type(module).forward is not linear_forward:
+            take_forward(module, linear_forward)
+        elif not has_forward(module, linear_forward):
             bare.append((module, key, role))
     divided = {id(module) for module, _, name in owners if plan.roles.get(name, REPLICATE) != REPLICATE}
     for module in unit.modules():
@@ -199,10 +200,10 @@ def install_unit(unit: nn.Module, plan: UnitPlan, inside: TensorAxis, outside: T
             has_attention = True
             reaches = {id(module), id(module.out_proj)}
             if reaches & divided and forward_with_rules(module) is multihead_forward:
-                take_class(module, multihead_forward)
+                take_forward(module, multihead_forward)
     unit.lnn_unit = UnitState(plan, inside, outside, tuple(bare), tuple(shared), has_attention)  # type: ignore[assignment]
-    if type(unit).forward is not unit_forward:
-        take_class(unit, unit_forward)
+    if not has_forward(unit, unit_forward):
+        take_forward(unit, unit_forward)
 
 
 def _owners(unit: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:

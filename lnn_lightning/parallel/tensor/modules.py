@@ -1,6 +1,6 @@
-"""How sharded layers take the place of the user's: by their class, so that names, state and copies stay.
+"""How sharded layers take the place of the user's: by their ``forward``; class, names, state and copies stay.
 
-A linear layer, an attention or a unit gets a subclass of its own class. Parameters that bare functions use
+A linear layer, an attention or a unit gets a ``forward`` of its own. Parameters that bare functions use
 (``F.linear(x, self.weight)``) are recognised by a mode that is on while their unit runs (``calls.py``).
 """
 
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,28 +44,35 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and getattr(module, "weight", None) is not None
 
 
-@cache
-def _subclass(base: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    made = type(base.__name__, (base,), {"__module__": base.__module__, "__doc__": base.__doc__})
-    type.__setattr__(made, "forward", forward)  # behind what `__init_subclass__` of the base does to forwards
-    return made
+Forward = Callable[..., Any] | None
+"""What a module's ``forward`` was before ours: an attribute of the instance, or None for its class's."""
 
 
-def take_class(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Gives a module another ``forward``; ``original_forward`` finds its own."""
-    module.__class__ = _subclass(type(module), forward)  # type: ignore[arg-type]
+def take_forward(module: nn.Module, ours: Callable[..., Any]) -> None:
+    """Gives a module another ``forward``, called as ``ours(module, before, ...)``."""
+    module.__dict__["forward"] = partial(ours, module, module.__dict__.get("forward"))
 
 
-def give_back_class(module: nn.Module) -> None:
-    """Undoes :func:`take_class`."""
-    module.__class__ = type(module).__bases__[0]
+def give_back_forward(module: nn.Module) -> None:
+    """Undoes :func:`take_forward`."""
+    before = module.__dict__.pop("forward").args[1]
+    if before is not None:
+        module.__dict__["forward"] = before
 
 
-def original_forward(module: nn.Module, ours: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``forward`` that a module had before it got ``ours``."""
-    kinds = type(module).__mro__
-    at = next(index for index, kind in enumerate(kinds) if vars(kind).get("forward") is ours)
-    return getattr(super(kinds[at], module), "forward")  # noqa: B009 - of the class behind it
+def has_forward(module: nn.Module, ours: Callable[..., Any]) -> bool:
+    """Whether a module was given this ``forward``."""
+    now = module.__dict__.get("forward")
+    while isinstance(now, partial):
+        if now.func is ours:
+            return True
+        now = now.args[1] if len(now.args) > 1 else None
+    return False
+
+
+def own_forward(module: nn.Module, before: Forward) -> Callable[..., Any]:
+    """A module's own ``forward``."""
+    return before if before is not None else type(module).forward.__get__(module)
 
 
 @dataclass(frozen=True)
@@ -76,18 +83,18 @@ class LayerRole:
     axis: TensorAxis
 
 
-def linear_forward(self: Any, input: Tensor) -> Tensor:
+def linear_forward(self: Any, before: Forward, input: Tensor) -> Tensor:
     """``forward`` of a sharded ``nn.Linear`` or ``Conv1D``."""
     if is_suspended():
-        return original_forward(self, linear_forward)(input)
+        return own_forward(self, before)(input)
     layer: LayerRole = self.lnn_layer
     return run_linear(input, self.weight, self.bias, layer.role, layer.axis, transposed=is_conv1d(self))
 
 
-def multihead_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def multihead_forward(self: Any, before: Forward, *args: Any, **kwargs: Any) -> Any:
     """``forward`` of a sharded ``nn.MultiheadAttention``: in operations that have rules."""
     if is_suspended():
-        return original_forward(self, multihead_forward)(*args, **kwargs)
+        return own_forward(self, before)(*args, **kwargs)
     return expanded_forward(self, *args, project=partial(_project, self), **kwargs)
 
 
@@ -97,8 +104,8 @@ def _project(module: nn.MultiheadAttention, value: Tensor, which: Sections) -> T
     return section_linear(value, module.in_proj_weight, module.in_proj_bias, "qkv".index(which), len(which))
 
 
-def conv1d_forward(self: Any, x: Tensor) -> Tensor:
+def conv1d_forward(self: Any, before: Forward, x: Tensor) -> Tensor:
     """``forward`` of a ``Conv1D`` without flattening its input."""
     if is_suspended():
-        return original_forward(self, conv1d_forward)(x)
+        return own_forward(self, before)(x)
     return transposed_linear(x, self.weight, self.bias)

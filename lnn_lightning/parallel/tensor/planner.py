@@ -36,7 +36,7 @@ from lnn_lightning.parallel.tensor.trial import (
     on_meta,
     reason_of,
     replace_ledger,
-    swapped_classes,
+    swapped_forwards,
 )
 from lnn_lightning.parallel.tensor.units import UnitPlan, UnitState, find_argument, run_unit, sequence_spec
 
@@ -168,7 +168,7 @@ class UnitPlanner:
 
     @contextmanager
     def _tried(self) -> Iterator[None]:
-        with swapped_classes(self.unit), on_meta(self.unit) as self.names, nothing_left_behind(self.unit):
+        with swapped_forwards(self.unit), on_meta(self.unit) as self.names, nothing_left_behind(self.unit):
             yield
 
     def agrees(self, plan: UnitPlan | None) -> bool:
@@ -186,7 +186,7 @@ class UnitPlanner:
 
     def widened(self, plan: UnitPlan) -> tuple[UnitPlan | None, str]:
         """The plan made right for this other way of calling the unit too; None if it cannot be."""
-        with swapped_classes(self.unit), on_meta(self.unit) as self.names:
+        with swapped_forwards(self.unit), on_meta(self.unit) as self.names:
             trial = self._trial(plan.roles, plan if plan.sequence is not None else None)
             made = self._made(trial)
         if trial.error is not None:

@@ -256,8 +256,8 @@ def _write_whole(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
 def _impossible(name: str, value: Tensor) -> ShardingError:
     return ShardingError(
         f"`{name}` on an activation that is divided over the tensor ranks (whole shape {whole_shape(value)}) is not "
-        "possible. Give the layers around it another role with `tensor_parallel_plan={'<layer>': 'replicate'}`, or use an "
-        "operation that is not in place.",
+        "possible. Give the layers around it another role with `tensor_parallel_plan={'<layer>': 'replicate'}`, or use "
+        "an operation that is not in place.",
         origins_of(value),
     )
 

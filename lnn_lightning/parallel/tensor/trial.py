@@ -16,10 +16,10 @@ from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis
 from lnn_lightning.parallel.tensor.layers import Role
 from lnn_lightning.parallel.tensor.modules import (
     conv1d_forward,
-    give_back_class,
+    give_back_forward,
     is_conv1d,
     multihead_forward,
-    take_class,
+    take_forward,
 )
 from lnn_lightning.parallel.tensor.sharded import is_sharded
 
@@ -173,18 +173,18 @@ def on_meta(unit: nn.Module) -> Iterator[dict[int, str]]:
 
 
 @contextmanager
-def swapped_classes(unit: nn.Module) -> Iterator[None]:
+def swapped_forwards(unit: nn.Module) -> Iterator[None]:
     """Attention and transposed linear layers compute in operations that have rules."""
     taken: list[nn.Module] = []
     try:
         for module in unit.modules():
             if forward := forward_with_rules(module):
-                take_class(module, forward)
+                take_forward(module, forward)
                 taken.append(module)
         yield
     finally:
         for module in taken:
-            give_back_class(module)
+            give_back_forward(module)
 
 
 def forward_with_rules(module: nn.Module) -> Callable[..., Any] | None:

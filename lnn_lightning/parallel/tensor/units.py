@@ -16,7 +16,7 @@ from lnn_lightning.parallel.step.tree import tree_flatten
 from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, scatter
 from lnn_lightning.parallel.tensor.calls import ParameterMode
 from lnn_lightning.parallel.tensor.layers import Role
-from lnn_lightning.parallel.tensor.modules import is_suspended, original_forward
+from lnn_lightning.parallel.tensor.modules import Forward, is_suspended, own_forward
 from lnn_lightning.parallel.tensor.region import Region, current_region, in_region
 from lnn_lightning.parallel.tensor.sharded import is_sharded, plain, spec_of, whole, wholes, wrap
 
@@ -72,9 +72,9 @@ class UnitState:
         )
 
 
-def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def unit_forward(self: Any, before: Forward, *args: Any, **kwargs: Any) -> Any:
     """``forward`` of a planned unit."""
-    forward = original_forward(self, unit_forward)
+    forward = own_forward(self, before)
     if is_suspended() or current_region() is not None:
         return forward(*args, **kwargs)
     return run_unit(self.lnn_unit, forward, args, kwargs)
