@@ -93,7 +93,7 @@ def test_sequence_parallel(name: str) -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("name", ["gpt_tied", "titan_llama", "mlp_mixer"])
+@pytest.mark.parametrize("name", ["gpt_tied", "titan_llama", "litgpt_groups"])
 def test_float32(name: str, sequence: bool) -> None:
     check(name, {"tensor_parallel_size": 2, "sequence_parallel": sequence}, Run(dtype=torch.float32))
 

@@ -140,6 +140,9 @@ class PlanBook:
         )
         if key not in self._plans:
             trace = self.trace(step, batch)
+            if self.tensor is not None and torch.is_grad_enabled():
+                with self.whole_shapes(), self._whole_shapes():
+                    self.tensor.follow(trace)
             stage_of = self._assign(kind, trace)
             self._plans[key] = self.cut_plan(trace, stage_of, device)
         return self._plans[key]

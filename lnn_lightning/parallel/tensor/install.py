@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.standin import StandInParameter, is_stand_in
+from lnn_lightning.parallel.step.trace import Trace
 from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, join_parts, take_part
 from lnn_lightning.parallel.tensor.layers import REPLICATE, Role
 from lnn_lightning.parallel.tensor.modules import (
@@ -25,7 +27,8 @@ from lnn_lightning.parallel.tensor.modules import (
     take_forward,
 )
 from lnn_lightning.parallel.tensor.plan import TensorPlan
-from lnn_lightning.parallel.tensor.trial import forward_with_rules
+from lnn_lightning.parallel.tensor.planner import UnitPlanner
+from lnn_lightning.parallel.tensor.trial import CallSample, forward_with_rules
 from lnn_lightning.parallel.tensor.units import UnitPlan, UnitState, unit_forward
 
 
@@ -43,6 +46,7 @@ class TensorSharding:
         self.outside = replace(axis, inside=False)
         self.inside = replace(axis, inside=True)
         self._installed = False
+        self._followed: set[Any] = set()
 
     def install(self) -> None:
         """Cuts parameters in place (the objects stay) and takes the classes of layers and units."""
@@ -97,12 +101,9 @@ class TensorSharding:
         for name, parameter in self.root.named_parameters():
             if name in self.plan.specs or is_stand_in(parameter) or not parameter.requires_grad:
                 continue
-            partial = name in self.plan.partial
-            if parameter.grad is None:
-                if not partial:
-                    continue
-                parameter.grad = torch.zeros_like(parameter)
-            gradient = local_of(parameter.grad)
+            if parameter.grad is None:  # unused, and so on all tensor ranks: they run the same code
+                continue
+            partial, gradient = name in self.plan.partial, local_of(parameter.grad)
             by_kind.setdefault((gradient.dtype, gradient.device), []).append((gradient, partial))
         for pairs in by_kind.values():
             gradients = [gradient for gradient, _ in pairs]
@@ -125,6 +126,44 @@ class TensorSharding:
         dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self.outside.group)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.outside.group)
         return [name for (name, _), differs in zip(whole, (lowest != highest).tolist(), strict=True) if differs]
+
+    def follow(self, trace: Trace) -> None:
+        """Makes the plan right for a step traced later (other shapes); call with whole shapes in place.
+
+        Raises:
+            StepError: a unit is used in a way that its plan does not allow.
+        """
+        for name, calls in trace.inputs.items():
+            plan = self.plan.units.get(name)
+            for leaves, unflatten in calls if plan is not None else ():
+                assert plan is not None
+                shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+                if (id(plan), shapes) in self._followed:
+                    continue
+                self._followed.add((id(plan), shapes))
+                self._widen(name, plan, CallSample(leaves, unflatten, plan.open_outputs))
+
+    def _widen(self, name: str, plan: UnitPlan, sample: CallSample) -> None:
+        unit = self.root.get_submodule(name)
+        others = {each: REPLICATE for each, _ in unit.named_parameters() if each not in plan.roles}
+        wider, problem = UnitPlanner(unit, sample, self.outside.size, others, frozenset(plan.roles)).widened(plan)
+        if wider is None:
+            raise StepError(
+                f"{name!r} is used in another way with batches of this shape than when its layers were divided over "
+                "the tensor "
+                f"ranks: {problem}. Set `tensor_parallel_plan={{'{name}.*': 'replicate'}}`."
+            )
+        if wider.partial == plan.partial:
+            return
+        plan.partial = wider.partial
+        first_names = {id(parameter): first for first, parameter in self.root.named_parameters()}
+        for other, other_plan in self.plan.units.items():
+            if other_plan is plan:
+                module = self.root.get_submodule(other)
+                local = dict(module.named_parameters())
+                self.plan.partial |= {first_names[id(local[each])] for each in plan.partial}
+                if isinstance(state := getattr(module, "lnn_unit", None), UnitState):
+                    state.shared = tuple((owner, key) for owner, key, each in _owners(module) if each in plan.partial)
 
     @contextmanager
     def whole_shapes(self) -> Iterator[None]:
@@ -201,7 +240,9 @@ def install_unit(unit: nn.Module, plan: UnitPlan, inside: TensorAxis, outside: T
             reaches = {id(module), id(module.out_proj)}
             if reaches & divided and forward_with_rules(module) is multihead_forward:
                 take_forward(module, multihead_forward)
-    unit.lnn_unit = UnitState(plan, inside, outside, tuple(bare), tuple(shared), has_attention)  # type: ignore[assignment]
+    buffered = tuple(module for module in unit.modules() if module._buffers)
+    state = UnitState(plan, inside, outside, tuple(bare), tuple(shared), has_attention, buffered)
+    unit.lnn_unit = state  # type: ignore[assignment]
     if not has_forward(unit, unit_forward):
         take_forward(unit, unit_forward)
 

@@ -34,6 +34,17 @@ def sharding_suspended() -> Iterator[None]:
         _state.suspended = before
 
 
+@contextmanager
+def planning() -> Iterator[None]:
+    """Attention computes in operations that have rules inside, also where sharding is suspended."""
+    before = getattr(_state, "planning", False)
+    _state.planning = True
+    try:
+        yield
+    finally:
+        _state.planning = before
+
+
 def is_suspended() -> bool:
     """Whether :func:`sharding_suspended` is around."""
     return getattr(_state, "suspended", False)
@@ -93,7 +104,7 @@ def linear_forward(self: Any, before: Forward, input: Tensor) -> Tensor:
 
 def multihead_forward(self: Any, before: Forward, *args: Any, **kwargs: Any) -> Any:
     """``forward`` of a sharded ``nn.MultiheadAttention``: in operations that have rules."""
-    if is_suspended():
+    if is_suspended() and not getattr(_state, "planning", False):
         return own_forward(self, before)(*args, **kwargs)
     return expanded_forward(self, *args, project=partial(_project, self), **kwargs)
 
@@ -106,6 +117,6 @@ def _project(module: nn.MultiheadAttention, value: Tensor, which: Sections) -> T
 
 def conv1d_forward(self: Any, before: Forward, x: Tensor) -> Tensor:
     """``forward`` of a ``Conv1D`` without flattening its input."""
-    if is_suspended():
+    if is_suspended() and not getattr(_state, "planning", False):
         return own_forward(self, before)(x)
     return transposed_linear(x, self.weight, self.bias)

@@ -38,7 +38,14 @@ from lnn_lightning.parallel.tensor.trial import (
     replace_ledger,
     swapped_forwards,
 )
-from lnn_lightning.parallel.tensor.units import UnitPlan, UnitState, find_argument, run_unit, sequence_spec
+from lnn_lightning.parallel.tensor.units import (
+    UnitPlan,
+    UnitState,
+    find_argument,
+    planned_forward,
+    run_unit,
+    sequence_spec,
+)
 
 FLOPS_PER_BYTE = 8
 """What sending a byte is worth in operations: little, so that layers are divided wherever that makes sense."""
@@ -186,15 +193,16 @@ class UnitPlanner:
 
     def widened(self, plan: UnitPlan) -> tuple[UnitPlan | None, str]:
         """The plan made right for this other way of calling the unit too; None if it cannot be."""
-        with swapped_forwards(self.unit), on_meta(self.unit) as self.names:
-            trial = self._trial(plan.roles, plan if plan.sequence is not None else None)
+        with self._tried():
+            active = plan.sequence is not None and self._divides_tokens(plan)
+            trial = self._trial(plan.roles, plan if active else None)
             made = self._made(trial)
         if trial.error is not None:
             return None, reason_of(trial.error)
         divided = {name for name, role in {**plan.roles, **made.roles}.items() if role != REPLICATE}
-        clash = (trial.used_whole & (plan.partial | divided)) | {
-            name for name, role in made.roles.items() if plan.roles.get(name, role) != role
-        }
+        # where tokens cannot be divided, a use on wholes counts as a share (`ParameterMode`)
+        mixed = trial.used_whole & (divided | (plan.partial if active or plan.sequence is None else frozenset()))
+        clash = mixed | {name for name, role in made.roles.items() if plan.roles.get(name, role) != role}
         if clash:
             return None, f"{min(clash)!r} is used in different ways by its calls"
         return replace(
@@ -204,6 +212,11 @@ class UnitPlanner:
             biases={**made.biases, **plan.biases},
             partial=plan.partial | made.partial,
         ), ""
+
+    def _divides_tokens(self, plan: UnitPlan) -> bool:
+        args, kwargs = self.sample.unflatten(list(self.sample.leaves))
+        store, key = find_argument(planned_forward(self.unit), plan.argument, list(args), dict(kwargs))
+        return sequence_spec(store[key], plan.sequence, self.axis) is not None
 
     def _search(self) -> tuple[Trial, dict[str, Role]]:
         forced: dict[str, Role] = {}
@@ -272,9 +285,7 @@ class UnitPlanner:
         )
         leaves = [own_object(leaf, partial(meta_of, leaf=True)) for leaf in self.sample.leaves]
         args, kwargs = self.sample.unflatten(leaves)
-        forward = type(self.unit).forward.__get__(self.unit)
-        if "forward" in vars(self.unit):
-            forward = vars(self.unit)["forward"]
+        forward = planned_forward(self.unit)
         if plan is not None:  # between units it is sharded already
             args, kwargs = list(args), dict(kwargs)
             store, key = find_argument(forward, plan.argument, args, kwargs)

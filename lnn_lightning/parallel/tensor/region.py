@@ -15,10 +15,11 @@ class Region:
 
     Attributes:
         sequence: the token dimension along which values between the unit's layers stay sharded; None: they are whole.
+        partial: ``id`` of the whole parameters whose gradients are added up; None: not known, as while planning.
     """
 
-    def __init__(self, sequence: int | None = None) -> None:
-        self.sequence = sequence
+    def __init__(self, sequence: int | None = None, partial: frozenset[int] | None = None) -> None:
+        self.sequence, self.partial = sequence, partial
         self.ready: dict[Any, tuple[Tensor, Tensor]] = {}
 
 

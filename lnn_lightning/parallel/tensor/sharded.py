@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.tree import tree_tensors
 from lnn_lightning.parallel.tensor.axis import Ledger, Spec, TensorAxis, enter, gather, scatter, take_part
-from lnn_lightning.parallel.tensor.region import cached
+from lnn_lightning.parallel.tensor.region import cached, current_region
 
 Rule = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 _SPELLINGS = {"axis": "dim", "keepdims": "keepdim"}
@@ -147,8 +147,17 @@ def operand(value: Tensor, from_end: int, spec: Spec, axis: TensorAxis) -> Tenso
     """
     dim = value.ndim + from_end
     stays_partial = not value.requires_grad or (axis.inside and isinstance(value, nn.Parameter))
-    if stays_partial and value.requires_grad and axis.ledger is not None:
-        axis.ledger.partial(value)
+    if stays_partial and value.requires_grad:
+        if axis.ledger is not None:
+            axis.ledger.partial(value)
+        elif not _is_known_partial(value):
+            raise ShardingError(
+                f"A parameter of shape {tuple(value.shape)} is used on values that are divided over the tensor ranks, "
+                "which no "
+                "call of its block did when the step was traced: the block takes another way now (a branch that "
+                "depends on "
+                "data or on a counter). Set `tensor_parallel_plan={'<block>.*': 'replicate'}` for it."
+            )
     if dim < 0 or value.shape[dim] == 1:
         return value if stays_partial else cached("enter", value, lambda: enter(value, axis))
     if value.shape[dim] != spec.total:
@@ -157,6 +166,11 @@ def operand(value: Tensor, from_end: int, spec: Spec, axis: TensorAxis) -> Tenso
     if stays_partial:
         return take_part(value, here, axis.size, axis.rank)
     return cached(("scatter", here), value, lambda: scatter(value, axis, here))
+
+
+def _is_known_partial(parameter: Tensor) -> bool:
+    region = current_region()
+    return region is None or region.partial is None or id(parameter) in region.partial
 
 
 def refused(func: Any, value: Tensor, sections: Sequence[int] | None = None) -> Any:

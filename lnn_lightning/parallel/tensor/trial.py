@@ -19,6 +19,7 @@ from lnn_lightning.parallel.tensor.modules import (
     give_back_forward,
     is_conv1d,
     multihead_forward,
+    planning,
     take_forward,
 )
 from lnn_lightning.parallel.tensor.sharded import is_sharded
@@ -181,7 +182,8 @@ def swapped_forwards(unit: nn.Module) -> Iterator[None]:
             if forward := forward_with_rules(module):
                 take_forward(module, forward)
                 taken.append(module)
-        yield
+        with planning():
+            yield
     finally:
         for module in taken:
             give_back_forward(module)

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class UnitState:
     bare: tuple[tuple[nn.Module, str, Role], ...] = ()
     shared: tuple[tuple[nn.Module, str], ...] = ()
     has_attention: bool = False
+    buffered: tuple[nn.Module, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitState:
         return UnitState(
@@ -69,6 +71,7 @@ class UnitState:
             copy.deepcopy(self.bare, memo),
             copy.deepcopy(self.shared, memo),
             self.has_attention,
+            copy.deepcopy(self.buffered, memo),
         )
 
 
@@ -80,6 +83,14 @@ def unit_forward(self: Any, before: Forward, *args: Any, **kwargs: Any) -> Any:
     return run_unit(self.lnn_unit, forward, args, kwargs)
 
 
+def planned_forward(unit: nn.Module) -> Callable[..., Any]:
+    """What a unit's ``forward`` is but for our running it as a unit."""
+    now = vars(unit).get("forward")
+    if isinstance(now, partial) and now.func is unit_forward:
+        now = now.args[1]
+    return own_forward(unit, now)
+
+
 def run_unit(state: UnitState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs a unit in its region: values come in whole (or sharded along tokens), and go out so."""
     plan = state.plan
@@ -88,15 +99,20 @@ def run_unit(state: UnitState, forward: Callable[..., Any], args: Any, kwargs: A
     else:
         args, kwargs, active = _sharded_argument(state, forward, args, kwargs)
     with ExitStack() as stack:
-        stack.enter_context(in_region(Region(plan.sequence if active else None)))
         roles = {id(getattr(owner, name)): role for owner, name, role in state.bare}
         shares = frozenset(id(getattr(owner, name)) for owner, name in state.shared)
+        known = None if state.axis.ledger is not None else shares
+        stack.enter_context(in_region(Region(plan.sequence if active else None, known)))
         needs_shares = plan.sequence is not None and not active and torch.is_grad_enabled()
         if roles or (shares and needs_shares):
             stack.enter_context(ParameterMode(roles, shares if needs_shares else frozenset(), state.axis))
         if state.has_attention:
             stack.enter_context(_slow_path())
         out = forward(*args, **kwargs)
+    for module in state.buffered:
+        for name, buffer in module._buffers.items():
+            if is_sharded(buffer):  # assigned from a part
+                module._buffers[name] = whole(buffer)
     return _outputs(state, out, active)
 
 

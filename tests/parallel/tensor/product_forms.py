@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lnn_lightning.parallel.tensor.axis import Spec
+from lnn_lightning.parallel.tensor.calls import section_linear, transposed_linear
 
 Operand = tuple[tuple[int, ...], Spec | None]
 
@@ -59,7 +60,7 @@ PRODUCTS = [
     Product("whole @ heads", _matmul, (plain(4, 5), at(1, 2, 6, 5, 3)), True),
     Product("whole of heads @ heads", _matmul, (plain(2, 6, 4, 5), at(1, 2, 6, 5, 3)), True),
     Product("rows @ whole", _matmul, (at(1, 2, 6, 5), plain(5, 3)), True),
-    Product("rows @ rows", _matmul, (at(1, 2, 6, 5), at(1, 2, 6, 5)), None),
+    Product("rows @ rows", _matmul, (at(1, 2, 6, 6), at(1, 2, 6, 5)), None),
     Product("whole @ columns", _matmul, (plain(2, 4, 5), last(2, 5, 6)), True),
     Product("features @ whole", _matmul, (last(2, 4, 6), plain(6, 3)), None),
     Product("features @ features", _matmul, (last(2, 4, 6), at(1, 2, 6, 3)), True),
@@ -108,6 +109,9 @@ PRODUCTS = [
     Product("linear of features", lambda x, w, b: F.linear(x, w, b), (last(2, 4, 6), plain(3, 6), plain(3)), None),
     Product("linear with a part as weight", lambda x, w: F.linear(x, w), (plain(2, 4, 6), last(3, 6)), None),
     Product("addmm", lambda m, a, b: (torch.addmm(m, a, b), m.addmm(a, b)), (plain(3), last(4, 6), plain(6, 3)), None),
+    Product("transposed_linear", lambda x, w, b: (transposed_linear(x, w, b), transposed_linear(x, w, None)), (at(1, 2, 6, 5), plain(5, 3), plain(3)), True),
+    Product("transposed_linear of features", transposed_linear, (last(2, 4, 6), plain(6, 3), plain(3)), None),
+    Product("section_linear", lambda x, w, b: (section_linear(x, w, b, 0, 3), section_linear(x, w, None, 1, 2)), (at(1, 2, 6, 5), plain(9, 5), plain(9)), True),
     Product("outer", lambda a, b: (torch.outer(a, b), torch.dot(a, a), torch.mv(torch.outer(b, a), a)), (at(0, 6), plain(3)), None),
 ]  # fmt: skip
 
@@ -188,7 +192,7 @@ def _losses(x: Any) -> Any:
     return (
         F.cross_entropy(flat, y), F.cross_entropy(x.transpose(1, 2), _TARGET, reduction="none"),
         F.cross_entropy(input=flat, target=y, reduction="sum", label_smoothing=0.1),
-        F.cross_entropy(flat, y, weight), F.cross_entropy(flat, y, ignore_index=3),
+        F.cross_entropy(flat, y, weight), F.cross_entropy(flat, y.clamp(min=0), ignore_index=3),
         F.cross_entropy(flat, torch.full((8, size), 1 / size, dtype=torch.float64)), F.cross_entropy(x[0, 0], _TARGET[0, 0]),
         F.nll_loss(F.log_softmax(flat, -1), y), F.nll_loss(flat.log_softmax(dim=1), target=y, weight=weight, reduction="sum"),
         F.cross_entropy(flat, y.clamp(min=0), reduce=False), F.cross_entropy(flat, y, size_average=False),
@@ -201,7 +205,7 @@ LOSSES = [
     Product("losses of a padded vocabulary", _losses, (last(2, 4, 11),), None),
     Product("losses of a vocabulary", _losses, (last(2, 4, 12),), None),
     Product("losses in sections", _losses, (last(2, 4, 12, sections=(6, 6)),), None),
-    Product("losses over tokens", _losses, (at(1, 2, 6, 12, sequence=True),), None),
+    Product("losses over tokens", _losses, (at(1, 2, 4, 12, sequence=True),), None),
     Product("cross_entropy over tokens", lambda x: F.cross_entropy(x.flatten(0, 1), torch.arange(12)), (at(1, 2, 6, 12, sequence=True),), None),
     Product("a loss stays", lambda x: F.cross_entropy(x.view(-1, x.size(-1)), _TARGET.flatten()), (last(2, 4, 11),), True),
     Product("softmax over a padded vocabulary", lambda x: (torch.softmax(x, -1), x.softmax(2), F.log_softmax(x, dim=-1), torch.logsumexp(x, -1),

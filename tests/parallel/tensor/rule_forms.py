@@ -2,6 +2,7 @@
 
 # ruff: noqa: E501 - tables: a case a line
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -113,7 +114,19 @@ def along_forms(function: Any) -> Iterator[Form]:
 
 # ------------------------------------------------------------------ shapes
 
+
 # (name, function); the shapes of the wholes are those of `parts.KINDS`: forms that do not suit one fail there
+def _hooked(x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: gradient * 2)
+    x.retain_grad()
+    return x * 3
+
+
+def _leaf(x: Tensor) -> bool:
+    x.requires_grad_().register_post_accumulate_grad_hook(lambda leaf: None)
+    return x.requires_grad
+
+
 SHAPE_FORMS: list[Form] = [
     ("shape", lambda x: (tuple(x.shape), tuple(x.size()), x.size(0), x.size(-1), x.size(dim=1), len(x))),
     ("numbers", lambda x: (x.numel(), x.nelement(), torch.numel(x), x.dim(), x.ndimension(), x.ndim, x.nbytes)),
@@ -123,6 +136,14 @@ SHAPE_FORMS: list[Form] = [
     ("as_strided", lambda x: x.contiguous().as_strided(x.shape, x.contiguous().stride())),
     ("type", lambda x: (x.type(torch.float32), x.type(x.dtype))),
     ("new", lambda x: (x.new_zeros(x.shape) + x, x.new_ones(2, 3), x.new_full((2,), 3.0), x.new_tensor([1.0]))),
+    ("asked of the part", lambda x: (x.get_device(), x.is_pinned(), x.is_shared(), x._is_view() or True, x.storage_offset() * 0)),
+    ("storage", lambda x: (x.untyped_storage().nbytes() > 0, x.data_ptr() != 0, isinstance(hash(x), int))),
+    ("graph", lambda x: ((x * 1).requires_grad_() * 2, _hooked(x * 1))),
+    ("leaf", lambda x: _leaf(x.detach() * 1)),
+    ("words", lambda x: (bool(repr(x)), bool(f"{x}"), bool(str(x)))),
+    ("copied", lambda x: copy.deepcopy(x.detach())),
+    ("iterated", lambda x: [each * 2 for each in x] + [each for each in x.transpose(0, 1)]),
+    ("converted", lambda x: (x.to(torch.float32), x.to("cpu"), x.type_as(x), x.cpu(), x.to(x), x.float().double())),
     ("new_empty", lambda x: tuple(x.new_empty(x.shape).shape)),
     ("data", lambda x: (x * 1).data),
     ("real of", lambda x: torch.complex(x, x).real),

@@ -48,6 +48,7 @@ class HuggingFaceLlama(nn.Module):
 MODELS: dict[str, Callable[[int], nn.Module]] = {
     "fused qkv": lambda layers: Decoder(Block, layers=layers, width=WIDTH),
     "query groups": lambda layers: Decoder(lambda: PreNorm(LitGPTAttention()), layers=layers),
+    "tied": lambda layers: Decoder(lambda: PreNorm(LitGPTAttention()), layers=layers, tied=True),
     "parallel residual": lambda layers: Decoder(NeoXBlock, layers=layers),
     "parallel residual, one norm": lambda layers: Decoder(GPTJBlock, layers=layers),
     "transformers' Llama": HuggingFaceLlama,
@@ -193,7 +194,7 @@ def test_bytes_of_a_layer(sequence: bool) -> None:
 
 def test_what_is_not_a_block_sends() -> None:
     """Embedding: one forward. Head: one backward. Cross entropy: two forward, of a few numbers a token. Once: rest."""
-    traffic = run_ranks(one_step, 2, "query groups", 2, False)[0]
+    traffic = run_ranks(one_step, 2, "tied", 2, False)[0]
     forward, backward = traffic.calls["all_reduce", False], traffic.calls["all_reduce", True]
     hidden = BATCH * LENGTH * 32
     tokens = BATCH * LENGTH
