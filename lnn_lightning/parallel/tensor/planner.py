@@ -200,9 +200,14 @@ class UnitPlanner:
         if trial.error is not None:
             return None, reason_of(trial.error)
         divided = {name for name, role in {**plan.roles, **made.roles}.items() if role != REPLICATE}
+        divided |= {bias for bias, weight in plan.biases.items() if plan.roles[weight].kind == "column"}
         # where tokens cannot be divided, a use on wholes counts as a share (`ParameterMode`)
         mixed = trial.used_whole & (divided | (plan.partial if active or plan.sequence is None else frozenset()))
-        clash = mixed | {name for name, role in made.roles.items() if plan.roles.get(name, role) != role}
+        clash = (
+            mixed
+            | (made.partial & divided)
+            | {name for name, role in made.roles.items() if plan.roles.get(name, role) != role}
+        )
         if clash:
             return None, f"{min(clash)!r} is used in different ways by its calls"
         return replace(
@@ -306,7 +311,7 @@ class UnitPlanner:
         divided = {name for name, role in trial.roles.items() if role != REPLICATE}
         partial = {self.names[each] for each in trial.partial_parameters if each in self.names}
         divided |= {bias for bias, weight in trial.biases.items() if trial.roles[weight].kind == "column"}
-        for name in sorted(trial.used_whole & (divided | partial)):
+        for name in sorted((trial.used_whole & (divided | partial)) | (partial & divided)):
             owner = trial.biases.get(name, name)
             raise ShardingError(
                 f"{name!r} is used on divided values and on whole ones",

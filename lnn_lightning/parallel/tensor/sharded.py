@@ -146,18 +146,16 @@ def operand(value: Tensor, from_end: int, spec: Spec, axis: TensorAxis) -> Tenso
         axis: tensor ranks.
     """
     dim = value.ndim + from_end
-    stays_partial = not value.requires_grad or (axis.inside and isinstance(value, nn.Parameter))
-    if stays_partial and value.requires_grad:
-        if axis.ledger is not None:
-            axis.ledger.partial(value)
-        elif not _is_known_partial(value):
-            raise ShardingError(
-                f"A parameter of shape {tuple(value.shape)} is used on values that are divided over the tensor ranks, "
-                "which no "
-                "call of its block did when the step was traced: the block takes another way now (a branch that "
-                "depends on "
-                "data or on a counter). Set `tensor_parallel_plan={'<block>.*': 'replicate'}` for it."
-            )
+    is_parameter = axis.inside and isinstance(value, nn.Parameter)
+    stays_partial = is_parameter or not value.requires_grad
+    if is_parameter and axis.ledger is not None:
+        axis.ledger.partial(value)  # also one that does not learn yet
+    elif is_parameter and value.requires_grad and not _is_known_partial(value):
+        raise ShardingError(
+            f"A parameter of shape {tuple(value.shape)} is used on values that are divided over the tensor ranks, which "
+            "no call of its block did when the step was traced: the block takes another way now (a branch that depends on "
+            "data or on a counter). Set `tensor_parallel_plan={'<block>.*': 'replicate'}` for it."
+        )
     if dim < 0 or value.shape[dim] == 1:
         return value if stays_partial else cached("enter", value, lambda: enter(value, axis))
     if value.shape[dim] != spec.total:
