@@ -28,6 +28,7 @@ from lnn_lightning.parallel.pipeline.schedules import place
 from lnn_lightning.parallel.pipeline.table import layout_table
 from lnn_lightning.parallel.step.batch import batch_size_of
 from lnn_lightning.parallel.step.standin import convert_module, has_stand_ins
+from lnn_lightning.parallel.tensor.install import is_divided
 from lnn_lightning.parallel.tensor.table import tensor_table
 from lnn_lightning.precision import MeshAgreement, loss_scale, mesh_precision
 from lnn_lightning.strategies.averaging import divide_averages
@@ -189,7 +190,8 @@ class PTDPStrategy(ZeroHooks, DataHooks):
 
     def _prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> Any:
         """Makes the engine, cuts the module, and returns the batch it was traced with."""
-        if has_stand_ins(module) or any(is_sharded(parameter) for parameter in module.parameters()):
+        in_pieces = any(is_sharded(parameter) for parameter in module.parameters())
+        if has_stand_ins(module) or in_pieces or is_divided(module):
             raise StepError(
                 f"This {type(module).__name__} was already divided by another strategy. Use the Trainer that did, or "
                 "load `strategy.full_state_dict()` into a new one."

@@ -31,7 +31,7 @@ from lnn_lightning.parallel.tensor.plan import TensorPlan, local_spec
 from lnn_lightning.parallel.tensor.sharded import wholes
 from lnn_lightning.parallel.tensor.units import UnitPlan
 
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}  # some blocks compute a norm in fp32 whatever they are given
 _NARROW_TOLERANCE = 5e-2
 
 

@@ -47,6 +47,7 @@ class TensorSharding:
         self.inside = replace(axis, inside=True)
         self._installed = False
         self._followed: set[Any] = set()
+        self._here: set[str] = set()
 
     def install(self) -> None:
         """Cuts parameters in place (the objects stay) and takes the classes of layers and units."""
@@ -64,6 +65,7 @@ class TensorSharding:
             unit = self.root.get_submodule(name)
             if not all(is_stand_in(parameter) for parameter in unit.parameters()):
                 install_unit(unit, plan, self.inside, self.outside)
+                self._here.add(name)
         self._installed = True
 
     def part(self, spec: Spec, whole: Tensor) -> Tensor:
@@ -134,7 +136,7 @@ class TensorSharding:
             StepError: a unit is used in a way that its plan does not allow.
         """
         for name, calls in trace.inputs.items():
-            plan = self.plan.units.get(name)
+            plan = self.plan.units.get(name) if name in self._here else None
             for leaves, unflatten in calls if plan is not None else ():
                 assert plan is not None
                 shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
@@ -193,11 +195,17 @@ class TensorSharding:
                 store[key] = parameter
 
 
+def is_divided(module: nn.Module) -> bool:
+    """Whether any sub-module was given a sharded form."""
+    return any("lnn_unit" in vars(each) for each in module.modules())
+
+
 def _remembers_whole(parameter: nn.Parameter) -> bool:
     """Whether a graph made before the cut is alive somewhere, so that gradients of the old shape are expected."""
     if not parameter.requires_grad:
         return False
-    node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    with torch.inference_mode(False), torch.enable_grad():
+        node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     return node._input_metadata[0].shape != parameter.shape  # type: ignore[union-attr]
 
 

@@ -152,8 +152,8 @@ def operand(value: Tensor, from_end: int, spec: Spec, axis: TensorAxis) -> Tenso
         axis.ledger.partial(value)  # also one that does not learn yet
     elif is_parameter and value.requires_grad and not _is_known_partial(value):
         raise ShardingError(
-            f"A parameter of shape {tuple(value.shape)} is used on values that are divided over the tensor ranks, which "
-            "no call of its block did when the step was traced: the block takes another way now (a branch that depends on "
+            f"A parameter of shape {tuple(value.shape)} is used on values that are divided over the tensor ranks. No "
+            "call of its block did that when the step was traced: it takes another way now (a branch that depends on "
             "data or on a counter). Set `tensor_parallel_plan={'<block>.*': 'replicate'}` for it."
         )
     if dim < 0 or value.shape[dim] == 1:

@@ -1,0 +1,80 @@
+"""Models by which a tester broke tensor parallelism while it was built."""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.zoo.base import Batches, Case, tokens
+from tests.zoo.tensor import LENGTH, MLP, VOCABULARY, WIDTH, Decoder
+from tests.zoo.tensor_heads import EinsumAttention
+
+_all: Batches = tokens(VOCABULARY, LENGTH)
+
+
+def _lengths(n: int, batch_size: int, dtype: torch.dtype) -> list[Any]:
+    """Long and short batches in turn, also of an odd length."""
+    lengths = [LENGTH, 6, LENGTH, 7, 6]
+    batches = _all(n, batch_size, dtype)
+    return [(x[:, : lengths[i % 5]].clone(), y[:, : lengths[i % 5]].clone()) for i, (x, y) in enumerate(batches)]
+
+
+class ByLength(nn.Module):
+    """Short texts take another way: parameters that the first batch does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn, self.mlp = EinsumAttention(), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 8:
+            return x + self.attn(self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))
+
+
+class RunningMean(nn.Module):
+    """A buffer assigned from what is divided, and a residual added in place between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.second = nn.LayerNorm(WIDTH), MLP(), MLP()
+        self.register_buffer("mean", torch.zeros(4 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.mlp.fc_in(self.norm(x)))
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean((0, 1)).to(self.mean)
+        x = x.clone()
+        x += self.mlp.fc_out(h - self.mean.detach().mean())
+        return x + torch.tanh(self.second(x))
+
+
+class Masked(Decoder):
+    """Writes into the logits, which stay divided up to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(RunningMean)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        logits[..., 0] = -5.0
+        logits[:, :, 3] -= 1.0
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        self.log("train_loss", loss)
+        return loss
+
+
+CASES = [
+    Case("ways_by_length", lambda: Decoder(ByLength), _lengths, 3, "branch by length, odd lengths"),
+    Case(
+        "written_logits",
+        Masked,
+        _all,
+        3,
+        "logits changed in place, buffer assigned, residual in place",
+        per_sample=False,
+    ),
+]
