@@ -51,6 +51,33 @@ class RunningMean(nn.Module):
         return x + torch.tanh(self.second(x))
 
 
+class _Swish(torch.autograd.Function):
+    """As fused kernels are wrapped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate = torch.sigmoid(x)
+        return grad * (gate + x * gate * (1 - gate))
+
+
+class OwnFunction(nn.Module):
+    """One activation by an autograd function, one by an ordinary one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.second = nn.LayerNorm(WIDTH), MLP(), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.second(self.norm(x))
+        return x + self.mlp.fc_out(_Swish.apply(self.mlp.fc_in(x)))  # type: ignore[no-untyped-call]
+
+
 class Masked(Decoder):
     """Writes into the logits, which stay divided up to the loss."""
 
@@ -68,6 +95,7 @@ class Masked(Decoder):
 
 
 CASES = [
+    Case("own_function", lambda: Decoder(OwnFunction), _all, 3, "a torch.autograd.Function within a block"),
     Case("ways_by_length", lambda: Decoder(ByLength), _lengths, 3, "branch by length, odd lengths"),
     Case(
         "written_logits",

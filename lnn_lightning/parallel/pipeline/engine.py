@@ -39,6 +39,7 @@ from lnn_lightning.parallel.step.trace import Trace
 from lnn_lightning.parallel.step.units import find_units
 from lnn_lightning.parallel.tensor.axis import TensorAxis
 from lnn_lightning.parallel.tensor.check import agreed_failures, check_units
+from lnn_lightning.parallel.tensor.functions import give_functions_wholes
 from lnn_lightning.parallel.tensor.install import TensorSharding
 from lnn_lightning.parallel.tensor.plan import TensorPlan, plan_module, refuse_compiled
 
@@ -161,6 +162,7 @@ class PipelineEngine:
         if self.mesh.size(TENSOR) == 1:
             return None
         refuse_compiled(self.root)
+        give_functions_wholes()
         settings, called = self.settings, list(dict.fromkeys(trace.names))
         twins = {name: twin for name in self.book.units.names if (twin := original_of(name, called)) is not None}
         twins = {name: twin for name, twin in twins.items() if name not in called}
