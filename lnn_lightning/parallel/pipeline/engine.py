@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from lnn_lightning.parallel.data.sharding import Sharding
 from lnn_lightning.parallel.data.shards import is_sharded
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.exchange import agree
-from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Mesh
+from lnn_lightning.parallel.layout import DATA, PIPELINE, Mesh
+from lnn_lightning.parallel.pipeline.division import divide, plan_tensor
 from lnn_lightning.parallel.pipeline.forward import forward_only
-from lnn_lightning.parallel.pipeline.ownership import Ownership, find_ownership, original_of
+from lnn_lightning.parallel.pipeline.ownership import Ownership, find_ownership
 from lnn_lightning.parallel.pipeline.partition import partition
 from lnn_lightning.parallel.pipeline.plans import PlanBook
 from lnn_lightning.parallel.pipeline.probe import LossForm, find_loss_form
@@ -37,11 +38,6 @@ from lnn_lightning.parallel.step.randomness import preserved_rng, seed_of
 from lnn_lightning.parallel.step.run import StepRunner
 from lnn_lightning.parallel.step.trace import Trace
 from lnn_lightning.parallel.step.units import find_units
-from lnn_lightning.parallel.tensor.axis import TensorAxis
-from lnn_lightning.parallel.tensor.check import agreed_failures, check_units
-from lnn_lightning.parallel.tensor.functions import give_functions_wholes
-from lnn_lightning.parallel.tensor.install import TensorSharding
-from lnn_lightning.parallel.tensor.plan import TensorPlan, plan_module, refuse_compiled
 
 
 @dataclass(frozen=True)
@@ -99,6 +95,10 @@ class PipelineEngine:
         self._current: TrainStep | None = None
 
     @property
+    def _tensor_settings(self) -> tuple[bool, Mapping[str, str] | None]:
+        return self.settings.sequence_parallel, self.settings.tensor_parallel_plan
+
+    @property
     def is_last(self) -> bool:
         """Whether this rank runs the last stage."""
         return self.rank == self.last_rank
@@ -139,7 +139,7 @@ class PipelineEngine:
                     f"ranks must run the same model and the same step."
                 )
             ownership = find_ownership(self.root, self.book.units, trace, stage_of, self.placement.num_stages)
-            tensor = self._plan_tensor(trace)
+            tensor = plan_tensor(self.root, trace, self.book.units, self.mesh, *self._tensor_settings)
         except Exception as caught:  # noqa: BLE001
             error = caught
         agree(error, world, comm_device)
@@ -153,49 +153,12 @@ class PipelineEngine:
         self.residence.make_equal()
         if tensor is not None:
             with torch.set_grad_enabled(training), nullcontext() if training else evaluating(self.root):
-                self._divide(tensor, trace)
+                again = partial(plan_tensor, self.root, trace, self.book.units, self.mesh, *self._tensor_settings)
+                divided = divide(self.root, tensor, trace, self.mesh, comm_device, again)
+            self.residence.tensor = self.book.tensor = divided
         self._trace = trace
         with torch.set_grad_enabled(training):
             return self.book.cut_plan(trace, stage_of, device)
-
-    def _plan_tensor(self, trace: Trace, vetoed: Mapping[str, str] | None = None) -> TensorPlan | None:
-        if self.mesh.size(TENSOR) == 1:
-            return None
-        refuse_compiled(self.root)
-        give_functions_wholes()
-        settings, called = self.settings, list(dict.fromkeys(trace.names))
-        twins = {name: twin for name in self.book.units.names if (twin := original_of(name, called)) is not None}
-        twins = {name: twin for name, twin in twins.items() if name not in called}
-        return plan_module(
-            self.root,
-            trace,
-            self.mesh.size(TENSOR),
-            settings.sequence_parallel,
-            twins,
-            settings.tensor_parallel_plan,
-            vetoed,
-        )
-
-    def _divide(self, plan: TensorPlan, trace: Trace) -> None:
-        """Cuts the parameters on this rank over the tensor ranks."""
-        axis = TensorAxis(self.mesh.size(TENSOR), self.mesh.rank(TENSOR), self.mesh.group(TENSOR))
-        vetoed: dict[str, str] = {}
-        while failed := agreed_failures(check_units(self.root, plan, trace, axis, self._communication_device())):
-            vetoed |= failed
-            for problem in dict.fromkeys(failed.values()):
-                units = [name for name, each in failed.items() if each == problem]
-                _warn_once(f"{', '.join(units)}: not divided over the tensor ranks: {problem}.")
-            again = self._plan_tensor(trace, vetoed)
-            assert again is not None
-            plan = again
-        if not plan.units:
-            cause = f" The step could not be followed ({trace.tail_error})." if trace.tail_error is not None else ""
-            _warn_once(
-                f"No layer is divided over the {axis.size} tensor ranks: all of them do the same work.{cause} Use "
-                "`tensor_parallel_size=1` and more data or pipeline ranks."
-            )
-        self.residence.tensor = self.book.tensor = TensorSharding(self.root, plan, axis)
-        self.residence.tensor.install()
 
     def find_loss_form(self, step: Step, batch: Any) -> None:
         """Finds out how the loss adds up over samples; once before training. Collective over all ranks."""
@@ -388,11 +351,6 @@ class PipelineEngine:
         if dist.get_backend() == "gloo":
             return torch.device("cpu")
         return torch.device(self.mesh.device_mesh.device_type, torch.accelerator.current_device_index())
-
-
-def _warn_once(message: str) -> None:
-    if dist.get_rank() == 0:
-        warnings.warn(message, stacklevel=3)
 
 
 @contextmanager
