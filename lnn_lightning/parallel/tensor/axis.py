@@ -158,7 +158,7 @@ def join_parts(parts: list[Tensor], spec: Spec) -> Tensor:
     size = len(parts)
     if len(spec.sections) == 1:
         whole = torch.cat(parts, spec.dim)
-        return whole.narrow(spec.dim, 0, spec.total) if spec.padded(size) else whole
+        return whole.narrow(spec.dim, 0, spec.total).clone() if spec.padded(size) else whole
     widths = [section // size for section in spec.sections]
     split = [part.split(widths, spec.dim) for part in parts]
     return torch.cat([pieces[index] for index in range(len(widths)) for pieces in split], spec.dim)

@@ -89,7 +89,7 @@ def _pairs(func: Any, args: Args, kwargs: Kwargs) -> Any:
     value = args[0]
     if any(isinstance(each, bool) for each in args[1:3]) and "mean" in func.__name__:
         return refused(func, value)  # older forms, with `unbiased` in other places
-    if len(args) > 1 and isinstance(args[1], Tensor):
+    if "other" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor)):
         return elementwise(func, args, kwargs)
     if func in (torch.topk, T.topk, torch.sort, T.sort):
         at = 2 if func in (torch.topk, T.topk) else 1

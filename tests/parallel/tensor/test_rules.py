@@ -300,6 +300,7 @@ GROUPS = {
     "random": compare_random,
     "layers": compare_layers,
 }
+QUICK = ("shapes", "random", "layers")
 SIZES = [2, pytest.param(3, marks=pytest.mark.slow)]
 
 
@@ -314,7 +315,9 @@ def compared(size: int, group: str) -> list[tuple[list[str], int, int, list[int]
     return run_ranks(compare_group, size, group, timeout=600)
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in GROUPS]
+)
 @pytest.mark.parametrize("size", SIZES)
 def test_parts_give_what_wholes_give(size: int, group: str) -> None:
     for found, count, refused, _ in compared(size, group):
@@ -323,6 +326,7 @@ def test_parts_give_what_wholes_give(size: int, group: str) -> None:
         assert not found, f"{len(found)} of {count}:\n" + "\n".join(found)
 
 
+@pytest.mark.slow
 def test_every_rule_is_tested() -> None:
     """By all of the groups together."""
     untested = set(range(len(RULES)))
