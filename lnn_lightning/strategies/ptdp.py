@@ -81,8 +81,8 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         tensor_parallel_plan: ``"auto"``: found by itself; or a glob of layer names -> ``colwise``, ``rowwise`` or
             ``replicate`` for the layers whose role is not to be found.
         sequence_parallel: keep values between blocks divided along their tokens over the tensor ranks.
-        check_replicas: after every optimizer step, compare bit by bit what all tensor ranks hold, and stop with an
-            error if it has drifted apart (to find faults; costs a pass over these parameters).
+        check_replicas: compare bit by bit what all tensor ranks hold after every optimizer step (otherwise after the first
+            two and every hundredth), and stop with an error if it has drifted apart.
         zero_stage: what data ranks share out instead of each holding it: 0: nothing; 1: optimizer state; 2: gradients
             too; 3: parameters too (Rajbhandari et al. 2020, arXiv 1910.02054).
         reshard_between_microbatches: (``zero_stage=3``) free whole parameters behind the forward of every micro-batch;
@@ -134,6 +134,12 @@ class PTDPStrategy(ZeroHooks, DataHooks):
             raise LayoutError(
                 f"`data_parallel_size={data_parallel_size!r}` (replicate, shard) shards nothing with `zero_stage=0`: "
                 f"set `zero_stage`, or `data_parallel_size={data_size}`."
+            )
+        if tensor_parallel_plan != "auto" and not isinstance(tensor_parallel_plan, dict):
+            raise LayoutError(
+                "`tensor_parallel_plan` must be 'auto' or a dict of globs and roles such as {'*.q_proj': 'colwise'}, "
+                "got "
+                f"{tensor_parallel_plan!r}."
             )
         for name, count in (("microbatches", microbatches), ("evaluation_microbatches", evaluation_microbatches)):
             if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):

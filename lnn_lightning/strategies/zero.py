@@ -18,6 +18,9 @@ from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.strategies.checkpoints import CheckpointHooks
 from lnn_lightning.strategies.manual import SEVERAL_OPTIMIZERS
 
+_CHECK_EVERY = 100
+"""Optimizer steps between comparisons of what all tensor ranks hold: code that treats them differently must show."""
+
 
 def refuse_unsplittable(optimizer: Optimizer, way_out: str) -> None:
     """Pieces of parameters can be updated by optimizers alone that treat each element by itself.
@@ -51,6 +54,7 @@ class ZeroHooks(CheckpointHooks):
         _check_replicas: bool
 
     _shares: list[OptimizerShare]
+    _optimizer_steps = 0
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -110,7 +114,8 @@ class ZeroHooks(CheckpointHooks):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self._keep_own_parameters()  # a callback may have added groups
         result = super().optimizer_step(*args, **kwargs)
-        if self._check_replicas:
+        self._optimizer_steps += 1
+        if self._check_replicas or self._optimizer_steps <= 2 or self._optimizer_steps % _CHECK_EVERY == 0:
             self.engine.residence.check_replicas()
         return result
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.zoo.base import Batches, Case, tokens
 from tests.zoo.tensor import LENGTH, MLP, VOCABULARY, WIDTH, Decoder
@@ -78,6 +79,37 @@ class OwnFunction(nn.Module):
         return x + self.mlp.fc_out(_Swish.apply(self.mlp.fc_in(x)))  # type: ignore[no-untyped-call]
 
 
+class PartlyRecomputed(nn.Module):
+    """`checkpoint` around a part of the block: the recomputation comes outside of the block's call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.mlp, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), MLP(), MLP()
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.inner(self.mlp(x)) + self.second(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.body, self.norm(x), use_reentrant=False)
+
+
+class Hooked(Decoder):
+    """Hooks on gradients: of parameters, and of a value between blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(OwnFunction)
+        for layer in self.layers:
+            layer.mlp.fc_in.weight.register_hook(lambda grad: grad * (0.5 / (1 + grad.norm())))
+            layer.norm.weight.register_hook(lambda grad: grad.clamp(max=grad.mean()))
+
+    def forward(self, idx: Tensor) -> Tensor:
+        h = self.embed(idx)
+        for layer in self.layers:
+            h = layer(h)
+            h.register_hook(lambda grad: grad * torch.clamp(0.01 / grad.norm(), max=1.0))
+        return self.output(self.norm(h))
+
+
 class Masked(Decoder):
     """Writes into the logits, which stay divided up to the loss."""
 
@@ -95,6 +127,8 @@ class Masked(Decoder):
 
 
 CASES = [
+    Case("partly_recomputed", lambda: Decoder(PartlyRecomputed), _all, 3, "checkpoint within a block"),
+    Case("gradient_hooks", Hooked, _all, 3, "hooks on gradients of parameters and values", per_sample=False),
     Case("own_function", lambda: Decoder(OwnFunction), _all, 3, "a torch.autograd.Function within a block"),
     Case("ways_by_length", lambda: Decoder(ByLength), _lengths, 3, "branch by length, odd lengths"),
     Case(

@@ -140,6 +140,8 @@ def whole_parameters(root: nn.Module, groups: Sequence[Sequence[str]], trace: Tr
                 reasons[names[key]] = "its block changes its inputs in place"
             elif changed.intersection(group):
                 reasons[names[key]] = "what its block returns is changed in place"
+            elif parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                reasons[names[key]] = "a hook on it wants its whole gradient"
             elif names[key] in glue:
                 reasons[names[key]] = "code outside of its module uses it"
             elif not all(name.startswith(prefixes) for name in every_name[key]):

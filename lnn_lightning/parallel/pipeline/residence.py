@@ -135,8 +135,11 @@ class Residence:
         if self.tensor is not None and (names := self.tensor.drifted(local_of)):
             raise StepError(
                 f"{len(names)} parameter(s) that all tensor ranks hold are no longer equal on them, the first "
-                f"{names[0]!r} (seen on rank {dist.get_rank()}). Something changes them on one rank alone: a random "
-                "number, a callback or hook that depends on the rank, or faulty hardware."
+                f"{names[0]!r} (seen on rank {dist.get_rank()}). Something changes them on one rank alone: clipping "
+                "by the "
+                "norm of this rank's gradients (`torch.nn.utils.clip_grad_norm_`; use `self.clip_gradients` or the "
+                "Trainer's "
+                "`gradient_clip_val`, which know all of them), a random number, or a callback that depends on the rank."
             )
 
     def names_by_id(self) -> dict[int, str]:

@@ -149,6 +149,8 @@ class TensorSharding:
         unit = self.root.get_submodule(name)
         others = {each: REPLICATE for each, _ in unit.named_parameters() if each not in plan.roles}
         wider, problem = UnitPlanner(unit, sample, self.outside.size, others, frozenset(plan.roles)).widened(plan)
+        if wider is None and problem is None:
+            return  # the unit's own code fails: its own error is the one to see
         if wider is None:
             raise StepError(
                 f"{name!r} is used in another way with batches of this shape than when its layers were divided over "
@@ -228,6 +230,7 @@ def install_unit(unit: nn.Module, plan: UnitPlan, inside: TensorAxis, outside: T
     has_attention = False
     owners = list(_owners(unit))
     inner = {id(module.out_proj) for module in unit.modules() if isinstance(module, nn.MultiheadAttention)}
+    state = UnitState(plan, inside, outside)
     for module, key, name in owners:
         role = plan.roles.get(name, REPLICATE)
         if name in plan.partial:
@@ -237,7 +240,7 @@ def install_unit(unit: nn.Module, plan: UnitPlan, inside: TensorAxis, outside: T
         is_linear = type(module).forward is nn.Linear.forward or (is_conv1d(module) and key == "weight")
         is_linear = is_linear and "forward" not in vars(module) and id(module) not in inner
         if is_linear and role.kind in ("column", "row"):
-            module.lnn_layer = LayerRole(role, inside)  # type: ignore[assignment]
+            module.lnn_layer = LayerRole(role, inside, state)  # type: ignore[assignment]
             take_forward(module, linear_forward)
         elif not has_forward(module, linear_forward):
             bare.append((module, key, role))
@@ -249,7 +252,8 @@ def install_unit(unit: nn.Module, plan: UnitPlan, inside: TensorAxis, outside: T
             if reaches & divided and forward_with_rules(module) is multihead_forward:
                 take_forward(module, multihead_forward)
     buffered = tuple(module for module in unit.modules() if module._buffers)
-    state = UnitState(plan, inside, outside, tuple(bare), tuple(shared), has_attention, buffered)
+    state.bare, state.shared = tuple(bare), tuple(shared)
+    state.has_attention, state.buffered = has_attention, buffered
     unit.lnn_unit = state  # type: ignore[assignment]
     if not has_forward(unit, unit_forward):
         take_forward(unit, unit_forward)

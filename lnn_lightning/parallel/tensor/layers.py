@@ -71,6 +71,7 @@ def run_linear(
     axis: TensorAxis,
     transposed: bool = False,
     origins: frozenset[str] = frozenset(),
+    tokens: int | None = None,
 ) -> Tensor:
     """``value @ weight.T + bias`` with a rank's part of the weight.
 
@@ -82,6 +83,7 @@ def run_linear(
         axis: tensor ranks.
         transposed: the weight is stored as transformers' ``Conv1D`` does.
         origins: names of layers that a planner should blame for the result.
+        tokens: the token dimension along which results stay sharded, if no region tells.
 
     Returns:
         Features sharded (column), or whole, or sharded along the region's token dimension (row).
@@ -93,7 +95,7 @@ def run_linear(
         out = _product(_features(value, role, axis), weight, None, transposed)
         bias = bias if bias is None else bias.to(out.dtype)
         region = current_region()
-        dim = region.sequence if region is not None else None
+        dim = region.sequence if region is not None else tokens
         if dim is None or out.ndim <= dim + 1 or out.shape[dim] % axis.size:
             out = reduce(out, axis)
             return out if bias is None else out + bias

@@ -19,6 +19,7 @@ from lnn_lightning.parallel.tensor.axis import TensorAxis
 from lnn_lightning.parallel.tensor.calls import section_linear, transposed_linear
 from lnn_lightning.parallel.tensor.layers import Role, run_linear
 from lnn_lightning.parallel.tensor.multihead import Sections, expanded_forward, project_with
+from lnn_lightning.parallel.tensor.region import current_region
 
 _state = threading.local()
 
@@ -88,10 +89,11 @@ def own_forward(module: nn.Module, before: Forward) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class LayerRole:
-    """A layer's role on the axis of its unit."""
+    """A layer's role on the axis of its unit, and the unit's state."""
 
     role: Role
     axis: TensorAxis
+    unit: Any = None
 
 
 def linear_forward(self: Any, before: Forward, input: Tensor) -> Tensor:
@@ -99,7 +101,9 @@ def linear_forward(self: Any, before: Forward, input: Tensor) -> Tensor:
     if is_suspended():
         return own_forward(self, before)(input)
     layer: LayerRole = self.lnn_layer
-    return run_linear(input, self.weight, self.bias, layer.role, layer.axis, transposed=is_conv1d(self))
+    # in a recomputation, which comes in the backward, no region is open
+    tokens = layer.unit.tokens if current_region() is None and layer.unit is not None else None
+    return run_linear(input, self.weight, self.bias, layer.role, layer.axis, transposed=is_conv1d(self), tokens=tokens)
 
 
 def multihead_forward(self: Any, before: Forward, *args: Any, **kwargs: Any) -> Any:

@@ -88,6 +88,8 @@ def plan_module(
     for call in trace.calls:
         glue |= call.glue_parameters
     samples = _samples(trace)
+    # a hook on a parameter wants its whole gradient, as code outside of the units does
+    glue |= {name for name, each in root.named_parameters() if each._backward_hooks or each._post_accumulate_grad_hooks}
     fixed: dict[str, Role] = {name: REPLICATE for name in glue}
     fixed |= {name: role for name, role in wanted.items() if name not in glue}
     vetoed = dict(vetoed_units or {})
@@ -224,7 +226,8 @@ def _plan_unit(
     for other in samples[1:]:
         if found is None:
             break
-        found, reason = UnitPlanner(unit, other, size, fixed, large).widened(found)
+        found, problem = UnitPlanner(unit, other, size, fixed, large).widened(found)
+        reason = problem or "its code fails on tensors without data"
     return found, reason
 
 
@@ -278,7 +281,7 @@ def _given_roles(root: nn.Module, given: Mapping[str, str]) -> dict[str, Role]:
     layers = {
         name: module
         for name, module in root.named_modules()
-        if next(module.parameters(recurse=False), None) is not None
+        if name and next(module.parameters(recurse=False), None) is not None
     }
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     wanted: dict[str, Role] = {}
@@ -292,14 +295,18 @@ def _given_roles(root: nn.Module, given: Mapping[str, str]) -> dict[str, Role]:
         if not fitting:
             raise StepError(
                 f"`tensor_parallel_plan` names {pattern!r}, which fits no layer of {type(root).__name__}. Layers are "
-                "named as "
-                f"in `named_modules()`, for example {', '.join(repr(name) for name in list(layers)[:4])}; '*.q_proj' "
-                "names many."
+                f"named as in `named_modules()`, for example {', '.join(repr(name) for name in list(layers)[:4])}; a "
+                "glob such as '*.q_proj' or 'blocks.*' names many."
             )
         for name in fitting:
-            for parameter in layers[name].parameters(recurse=False):
-                if parameter.ndim > 1:
-                    wanted[names[id(parameter)]] = Role(ROLES[word])  # type: ignore[arg-type]
+            matrices = [each for each in layers[name].parameters(recurse=False) if each.ndim > 1]
+            wanted |= {names[id(each)]: Role(ROLES[word]) for each in matrices}  # type: ignore[arg-type]
+        if not any(each.ndim > 1 for name in fitting for each in layers[name].parameters(recurse=False)):
+            raise StepError(
+                f"`tensor_parallel_plan` gives {pattern!r} a role, but {fitting[0]!r} has no weight matrix to divide. "
+                "Leave it "
+                "out."
+            )
     return wanted
 
 

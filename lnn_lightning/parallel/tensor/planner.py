@@ -191,14 +191,19 @@ class UnitPlanner:
             plan.biases,
         )
 
-    def widened(self, plan: UnitPlan) -> tuple[UnitPlan | None, str]:
-        """The plan made right for this other way of calling the unit too; None if it cannot be."""
+    def widened(self, plan: UnitPlan) -> tuple[UnitPlan | None, str | None]:
+        """The plan made right for this other way of calling the unit too.
+
+        Returns:
+            The plan, and a reason if there can be none (no plan and no reason: the unit's own code failed).
+        """
         with self._tried():
             active = plan.sequence is not None and self._divides_tokens(plan)
             trial = self._trial(plan.roles, plan if active else None)
             made = self._made(trial)
         if trial.error is not None:
-            return None, reason_of(trial.error)
+            ours = isinstance(trial.error, ShardingError)
+            return None, reason_of(trial.error) if ours else None
         divided = {name for name, role in {**plan.roles, **made.roles}.items() if role != REPLICATE}
         divided |= {bias for bias, weight in plan.biases.items() if plan.roles[weight].kind == "column"}
         # where tokens cannot be divided, a use on wholes counts as a share (`ParameterMode`)

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lnn_lightning.parallel.tensor.axis import Spec
+from lnn_lightning.parallel.tensor.axis import Spec, take_part
 from lnn_lightning.parallel.tensor.sharded import (
     axis_of,
     is_sharded,
     like,
+    plain,
     refused,
     rule,
     spec_of,
+    whole,
     whole_shape,
 )
 
@@ -110,7 +112,6 @@ def _numel(func: Any, args: Args, kwargs: Kwargs) -> Any:
         T.is_contiguous,
         T.get_device,
         T.requires_grad_,
-        T.register_hook,
         T.retain_grad,
         T.is_inference,
         T.type,
@@ -141,6 +142,23 @@ def _as_it_is(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if func is T.type and isinstance(result, Tensor):
         return like(result, spec_of(args[0]), args[0])
     return result
+
+
+@rule(T.register_hook)
+def _register_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The hook gets the gradient as a part, which knows what it is a part of."""
+    value, hook = args
+    spec, axis = spec_of(value), axis_of(value)
+
+    def with_part(gradient: Tensor) -> Any:
+        found = hook(like(gradient.view(gradient.shape), spec, value))
+        if not isinstance(found, Tensor):
+            return found
+        if is_sharded(found) and spec_of(found) == spec:
+            return plain(found)
+        return take_part(whole(found), spec, axis.size, axis.rank)
+
+    return func(value, with_part)
 
 
 @rule(T.stride)

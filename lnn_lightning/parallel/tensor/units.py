@@ -62,6 +62,7 @@ class UnitState:
     shared: tuple[tuple[nn.Module, str], ...] = ()
     has_attention: bool = False
     buffered: tuple[nn.Module, ...] = ()
+    tokens: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitState:
         return UnitState(
@@ -101,6 +102,7 @@ def run_unit(state: UnitState, forward: Callable[..., Any], args: Any, kwargs: A
     with ExitStack() as stack:
         roles = {id(getattr(owner, name)): role for owner, name, role in state.bare}
         shares = frozenset(id(getattr(owner, name)) for owner, name in state.shared)
+        state.tokens = plan.sequence if active else None
         known = None if state.axis.ledger is not None else shares
         stack.enter_context(in_region(Region(plan.sequence if active else None, known)))
         needs_shares = plan.sequence is not None and not active and torch.is_grad_enabled()

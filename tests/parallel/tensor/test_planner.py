@@ -218,7 +218,8 @@ def test_given_roles() -> None:
     [
         ({"*.qproj": "colwise"}, ["'*.qproj'", "fits no layer", "named_modules"]),
         ({"*.q_proj": "column"}, ["'column'", "'colwise'", "'rowwise'", "'replicate'"]),
-        ({"*.norm": "colwise", "*.q_proj": "rowwise", "*.embed_tokens": "rowwise"}, ["not possible", "embed_tokens"]),
+        ({"*.norm": "colwise"}, ["'*.norm'", "has no weight matrix to divide"]),
+        ({"*.q_proj": "rowwise", "*.embed_tokens": "rowwise"}, ["not possible", "embed_tokens"]),
     ],
 )
 def test_refused_plans(given: dict[str, str], words: list[str]) -> None:
