@@ -81,8 +81,8 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         tensor_parallel_plan: ``"auto"``: found by itself; or a glob of layer names -> ``colwise``, ``rowwise`` or
             ``replicate`` for the layers whose role is not to be found.
         sequence_parallel: keep values between blocks divided along their tokens over the tensor ranks.
-        check_replicas: compare bit by bit what all tensor ranks hold after every optimizer step (otherwise after the first
-            two and every hundredth), and stop with an error if it has drifted apart.
+        check_replicas: compare bit by bit what all tensor ranks hold after every optimizer step (otherwise after the
+            first two and every hundredth), and stop with an error if it has drifted apart.
         zero_stage: what data ranks share out instead of each holding it: 0: nothing; 1: optimizer state; 2: gradients
             too; 3: parameters too (Rajbhandari et al. 2020, arXiv 1910.02054).
         reshard_between_microbatches: (``zero_stage=3``) free whole parameters behind the forward of every micro-batch;
