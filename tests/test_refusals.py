@@ -552,6 +552,17 @@ class Compiled(Divisible):
         self.blocks[1].compile(backend="eager")
 
 
+class Renormalised(Divisible):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, FEATURES, max_norm=1.0)
+
+
+def test_an_embedding_that_renormalises_its_rows() -> None:
+    words = ["'table'", "`max_norm`", "data_parallel_size=1"]
+    check(words, fit, Renormalised, {"data_parallel_size": 2, "microbatches": 1})
+
+
 class WholeMatrices(Divisible):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adafactor(self.parameters(), lr=0.1)

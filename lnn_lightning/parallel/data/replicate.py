@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from lnn_lightning.parallel.errors import StepError
+
 
 class Replica:
     """Averages gradients of the given parameters over the data-parallel ranks.
@@ -59,6 +61,21 @@ class Replica:
         torch.autograd.backward(views, nothing)
         for parameter in unused:
             parameter.grad = None
+
+
+def refuse_renormalised(root: nn.Module) -> None:
+    """An embedding with ``max_norm`` changes the rows it looks up, which are others on each data rank.
+
+    Raises:
+        StepError: there is one.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise StepError(
+                f"{name!r} is an embedding with `max_norm`: each data rank would renormalise the rows of its own samples "
+                "alone, and the ranks would no longer hold the same table. Leave `max_norm` out, or use "
+                "`data_parallel_size=1`."
+            )
 
 
 class _Holder(nn.Module):

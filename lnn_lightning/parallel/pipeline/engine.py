@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lnn_lightning.parallel.data.choice import shard_units
-from lnn_lightning.parallel.data.replicate import Replica
+from lnn_lightning.parallel.data.replicate import Replica, refuse_renormalised
 from lnn_lightning.parallel.data.settings import ZeroSettings
 from lnn_lightning.parallel.data.sharding import Sharding
 from lnn_lightning.parallel.data.shards import is_sharded
@@ -119,6 +119,8 @@ class PipelineEngine:
         device = torch.device("cpu")
         error: BaseException | None = None
         try:
+            if training and self.mesh.size(DATA) > 1:
+                refuse_renormalised(self.root)
             microbatch = self.split(batch, training)[0]
             with torch.set_grad_enabled(training), nullcontext() if training else evaluating(self.root):
                 trace = self.book.trace(step, microbatch)
