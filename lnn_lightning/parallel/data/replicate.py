@@ -72,8 +72,8 @@ def refuse_renormalised(root: nn.Module) -> None:
     for name, module in root.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise StepError(
-                f"{name!r} is an embedding with `max_norm`: each data rank would renormalise the rows of its own samples "
-                "alone, and the ranks would no longer hold the same table. Leave `max_norm` out, or use "
+                f"{name!r} is an embedding with `max_norm`: each data rank would renormalise the rows of its own "
+                "samples alone, and the ranks would no longer hold the same table. Leave `max_norm` out, or use "
                 "`data_parallel_size=1`."
             )
 
