@@ -49,7 +49,7 @@ LEAST_SHARE: dict[str, float] = {
     **{"temperature": 0.0, "diffusion_unet": 0.0, "hf_mixtral": 0.02, "moe": 0.02, "ways_by_length": 0.02},
     **{"module_dict_trunk": 0.04, "nested_lists": 0.06, "wrapped": 0.09, "learnt_loss_weight": 0.2},
     **{"masked_logits": 0.2, "conformer": 0.5, "einsum_attention": 0.6, "t5_bias": 0.6, "shared_bias": 0.6},
-    **{"gradient_hooks": 0.7, "hf_falcon": 0.79},
+    **{"gradient_hooks": 0.015, "hf_falcon": 0.79},
 }
 """Share of the parameters that two tensor ranks must divide at least, where 0.8 is too much to ask for: experts,
 recurrent and convolutional layers stay whole, and a block of one layer has no second one that could take its divided
