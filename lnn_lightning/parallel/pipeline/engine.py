@@ -95,10 +95,6 @@ class PipelineEngine:
         self._current: TrainStep | None = None
 
     @property
-    def _tensor_settings(self) -> tuple[bool, Mapping[str, str] | None]:
-        return self.settings.sequence_parallel, self.settings.tensor_parallel_plan
-
-    @property
     def is_last(self) -> bool:
         """Whether this rank runs the last stage."""
         return self.rank == self.last_rank
@@ -141,7 +137,9 @@ class PipelineEngine:
                     f"ranks must run the same model and the same step."
                 )
             ownership = find_ownership(self.root, self.book.units, trace, stage_of, self.placement.num_stages)
-            tensor = plan_tensor(self.root, trace, self.book.units, self.mesh, *self._tensor_settings)
+            given = self.settings.sequence_parallel, self.settings.tensor_parallel_plan
+            plan_layers = partial(plan_tensor, self.root, trace, self.book.units, self.mesh, *given)
+            tensor = plan_layers()
         except Exception as caught:  # noqa: BLE001
             error = caught
         agree(error, world, comm_device)
@@ -155,8 +153,7 @@ class PipelineEngine:
         self.residence.make_equal()
         if tensor is not None:
             with torch.set_grad_enabled(training), nullcontext() if training else evaluating(self.root):
-                again = partial(plan_tensor, self.root, trace, self.book.units, self.mesh, *self._tensor_settings)
-                divided = divide(self.root, tensor, trace, self.mesh, comm_device, again)
+                divided = divide(self.root, tensor, trace, self.mesh, comm_device, plan_layers)
             self.residence.tensor = self.book.tensor = divided
         self._trace = trace
         with torch.set_grad_enabled(training):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -67,8 +67,7 @@ class PlanBook:
         self.tracing = True
         try:
             with (
-                self.whole_shapes(),
-                self._whole_shapes(),
+                self._whole(),
                 preserved_rng(device),
                 preserved_generators(self.root),
                 no_backward() if self.num_stages > 1 else nullcontext(),
@@ -81,9 +80,11 @@ class PlanBook:
             self.tracing = False
         return trace
 
-    def _whole_shapes(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
         """Parameters have the shapes of the user's module inside."""
-        return self.tensor.whole_shapes() if self.tensor is not None else nullcontext()
+        with self.whole_shapes(), self.tensor.whole_shapes() if self.tensor is not None else nullcontext():
+            yield
 
     def _check_end(self, trace: Trace) -> None:
         """A step that fails while it is traced must have got behind its last block; blocks must not talk in secret."""
@@ -141,7 +142,7 @@ class PlanBook:
         if key not in self._plans:
             trace = self.trace(step, batch)
             if self.tensor is not None and torch.is_grad_enabled():
-                with self.whole_shapes(), self._whole_shapes():
+                with self._whole():
                     self.tensor.follow(trace)
             stage_of = self._assign(kind, trace)
             self._plans[key] = self.cut_plan(trace, stage_of, device)

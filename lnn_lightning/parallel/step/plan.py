@@ -59,9 +59,7 @@ class Plan:
         info = self.info(key)
         if (spec := self.parts.get(key)) is None or self.axis is None:
             return info
-        shape = list(info.shape)
-        shape[spec.dim] = spec.local(self.axis.size)
-        return TensorInfo(tuple(shape), info.dtype, info.requires_grad)
+        return TensorInfo(spec.part_shape(info.shape, self.axis.size), info.dtype, info.requires_grad)
 
     def last_call(self, stage: int) -> int | None:
         """Number of the last call of a stage; None if it has none."""

@@ -7,6 +7,7 @@ dimension) or *partial* (the ranks' values must be added up). Each function says
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,8 +47,7 @@ class TensorAxis:
         rank: this rank's place.
         group: the ranks; None while planning.
         inside: values are inside of a unit, where the gradients of whole parameters that are used on a rank's part
-            may stay
-            partial: they are added up once a step. Elsewhere each use adds them up.
+            may stay partial: they are added up once a step. Elsewhere each use adds them up.
         ledger: told of everything while planning.
     """
 
@@ -120,6 +120,10 @@ class Spec:
     def local(self, size: int) -> int:
         """Size of a rank's part, padding included."""
         return sum(-(-section // size) for section in self.sections)
+
+    def part_shape(self, shape: Sequence[int], size: int) -> tuple[int, ...]:
+        """Shape of a rank's part of a whole of ``shape``."""
+        return (*shape[: self.dim], self.local(size), *shape[self.dim + 1 :])
 
     def padded(self, size: int) -> bool:
         """Whether the parts hold more than the whole."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
+from lnn_lightning.parallel.step.tree import tree_tensors
 from lnn_lightning.parallel.tensor.axis import TensorAxis
 from lnn_lightning.parallel.tensor.layers import Role, run_embedding, run_linear
 from lnn_lightning.parallel.tensor.rules_math import whole_operand
-from lnn_lightning.parallel.tensor.sharded import axis_of, is_sharded, like, refused, rule, spec_of
+from lnn_lightning.parallel.tensor.sharded import axis_of, given, is_sharded, like, refused, rule, spec_of
 
 
 def section_linear(value: Tensor, weight: Tensor, bias: Tensor | None, first: int, count: int) -> Tensor:
@@ -93,8 +94,6 @@ class LayerCall:
 
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
-
-
 _TURNS = (Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t)  # type: ignore[attr-defined]
 
 
@@ -117,8 +116,8 @@ def turned_parameter(func: Any, args: Any) -> nn.Parameter | None:
 def linear_call(func: Any, args: Any, kwargs: Any) -> LayerCall | None:
     """A call of a linear function with a two-dimensional parameter."""
     if func is F.linear:
-        given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
-        call = LayerCall(given["weight"], given.get("bias"), False, given["input"])
+        named = given(("input", "weight", "bias"), args, kwargs, bias=None)
+        call = LayerCall(named["weight"], named["bias"], False, named["input"])
     elif func is section_linear:
         call = LayerCall(args[1], args[2], False, args[0], thirds=(args[3], args[4]))
     elif func is transposed_linear:
@@ -130,10 +129,9 @@ def linear_call(func: Any, args: Any, kwargs: Any) -> LayerCall | None:
         call = LayerCall(args[1], None, True, args[0]) if turned is None else LayerCall(turned, None, False, args[0])
     else:
         return None
-    usable = isinstance(call.weight, nn.Parameter) and call.weight.ndim == 2 and isinstance(call.value, Tensor)
-    return (
-        call if usable and call.value.ndim > 1 and (call.bias is None or isinstance(call.bias, nn.Parameter)) else None
-    )
+    weight, bias, value = call.weight, call.bias, call.value
+    usable = isinstance(weight, nn.Parameter) and weight.ndim == 2 and isinstance(value, Tensor) and value.ndim > 1
+    return call if usable and (bias is None or isinstance(bias, nn.Parameter)) else None
 
 
 def embedding_call(func: Any, args: Any, kwargs: Any) -> LayerCall | None:
@@ -142,10 +140,10 @@ def embedding_call(func: Any, args: Any, kwargs: Any) -> LayerCall | None:
         return None
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     defaults = {"padding_idx": None, "max_norm": None, "norm_type": 2.0, "scale_grad_by_freq": False, "sparse": False}
-    given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-    if not isinstance(given["weight"], nn.Parameter):
+    named = given(names, args, kwargs, **defaults)
+    if not isinstance(named["weight"], nn.Parameter):
         return None
-    return LayerCall(given["weight"], None, False, given["input"], [given[name] for name in names[2:]])
+    return LayerCall(named["weight"], None, False, named["input"], [named[name] for name in names[2:]])
 
 
 class ParameterMode(TorchFunctionMode):
@@ -167,7 +165,7 @@ class ParameterMode(TorchFunctionMode):
         layer = linear_call(func, args, kwargs) or embedding_call(func, args, kwargs)
         if layer is not None and (role := self._roles.get(id(layer.weight))) is not None:
             return layer.run(layer.weight, layer.bias, role, self._axis)
-        if self._shares and not any(is_sharded(value) for value in _tensors(args, kwargs)):
+        if self._shares and not any(map(is_sharded, tree_tensors((args, kwargs)))):
             args, kwargs = self._shared(args), {key: self._shared(value) for key, value in kwargs.items()}
         return called(func, args, kwargs)
 
@@ -186,11 +184,3 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient / ctx.size, None
-
-
-def _tensors(args: Any, kwargs: Any) -> Iterator[Any]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, (tuple, list)):
-            yield from value
-        else:
-            yield value

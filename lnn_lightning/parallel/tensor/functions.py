@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lnn_lightning.parallel.tensor.sharded import axis_of, is_sharded, origins_of, wholes
+from lnn_lightning.parallel.tensor.sharded import book_wholes, is_sharded, wholes
 
 _KNOWN = ("torch.", "lnn_lightning.")
 
@@ -21,10 +21,8 @@ def give_functions_wholes() -> None:
         return
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        parts = [value for value in args if is_sharded(value)]
-        if parts and not cls.__module__.startswith(_KNOWN):
-            if (ledger := axis_of(parts[0]).ledger) is not None:
-                ledger.gathered(cls.__name__, frozenset().union(*map(origins_of, parts)), None)
+        if any(map(is_sharded, args)) and not cls.__module__.startswith(_KNOWN):
+            book_wholes(cls.__name__, args, {})
             args = wholes(args)
         return original.__func__(cls, *args, **kwargs)
 

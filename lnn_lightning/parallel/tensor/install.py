@@ -45,12 +45,11 @@ class TensorSharding:
         self.root, self.plan = root, plan
         self.outside = replace(axis, inside=False)
         self.inside = replace(axis, inside=True)
-        self._installed = False
         self._followed: set[Any] = set()
         self._here: set[str] = set()
 
     def install(self) -> None:
-        """Cuts parameters in place (the objects stay) and takes the classes of layers and units."""
+        """Cuts parameters in place (the objects stay) and gives layers and units their sharded ``forward``."""
         gc.collect()  # graphs of the traced step would remember the whole shapes
         replaced: dict[int, nn.Parameter] = {}
         for name, parameter in self.root.named_parameters():
@@ -66,7 +65,6 @@ class TensorSharding:
             if not all(is_stand_in(parameter) for parameter in unit.parameters()):
                 install_unit(unit, plan, self.inside, self.outside)
                 self._here.add(name)
-        self._installed = True
 
     def part(self, spec: Spec, whole: Tensor) -> Tensor:
         """This rank's part of a whole parameter (or of its gradient or optimizer state), as a tensor of its own."""
@@ -86,9 +84,7 @@ class TensorSharding:
 
     def local_shape(self, name: str) -> torch.Size:
         """Shape of a rank's part of a divided parameter."""
-        spec, shape = self.plan.specs[name], list(self.plan.shapes[name])
-        shape[spec.dim] = spec.local(self.outside.size)
-        return torch.Size(shape)
+        return torch.Size(self.plan.specs[name].part_shape(self.plan.shapes[name], self.outside.size))
 
     def settle_gradients(self, local_of: Callable[[Tensor], Tensor]) -> None:
         """Makes the gradients of whole parameters equal on all tensor ranks, in one all-reduce a dtype.
@@ -139,11 +135,10 @@ class TensorSharding:
             plan = self.plan.units.get(name) if name in self._here else None
             for leaves, unflatten in calls if plan is not None else ():
                 assert plan is not None
-                shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-                if (id(plan), shapes) in self._followed:
-                    continue
-                self._followed.add((id(plan), shapes))
-                self._widen(name, plan, CallSample(leaves, unflatten, plan.open_outputs))
+                sample = CallSample(leaves, unflatten, plan.open_outputs)
+                if (id(plan), sample.signature) not in self._followed:
+                    self._followed.add((id(plan), sample.signature))
+                    self._widen(name, plan, sample)
 
     def _widen(self, name: str, plan: UnitPlan, sample: CallSample) -> None:
         unit = self.root.get_submodule(name)
@@ -154,8 +149,7 @@ class TensorSharding:
         if wider is None:
             raise StepError(
                 f"{name!r} is used in another way with batches of this shape than when its layers were divided over "
-                "the tensor "
-                f"ranks: {problem}. Set `tensor_parallel_plan={{'{name}.*': 'replicate'}}`."
+                f"the tensor ranks: {problem}. Set `tensor_parallel_plan={{'{name}.*': 'replicate'}}`."
             )
         if wider.partial == plan.partial:
             return
@@ -172,9 +166,6 @@ class TensorSharding:
     @contextmanager
     def whole_shapes(self) -> Iterator[None]:
         """For tracing: divided parameters have their whole shape inside (no data), and modules their own forward."""
-        if not self._installed:
-            yield
-            return
         saved: list[tuple[dict[str, Any], str, Any]] = []
         names = {id(parameter): name for name, parameter in self.root.named_parameters()}
         made: dict[str, Tensor] = {}
@@ -240,7 +231,7 @@ def install_unit(unit: nn.Module, plan: UnitPlan, inside: TensorAxis, outside: T
         is_linear = type(module).forward is nn.Linear.forward or (is_conv1d(module) and key == "weight")
         is_linear = is_linear and "forward" not in vars(module) and id(module) not in inner
         if is_linear and role.kind in ("column", "row"):
-            module.lnn_layer = LayerRole(role, inside, state)  # type: ignore[assignment]
+            module.lnn_layer = LayerRole(role, state)  # type: ignore[assignment]
             take_forward(module, linear_forward)
         elif not has_forward(module, linear_forward):
             bare.append((module, key, role))

@@ -23,7 +23,7 @@ from lnn_lightning.parallel.tensor.axis import (
 )
 from lnn_lightning.parallel.tensor.region import cached, current_region
 from lnn_lightning.parallel.tensor.rules_math import elementwise
-from lnn_lightning.parallel.tensor.sharded import axis_of, is_sharded, spec_of, whole, wrap
+from lnn_lightning.parallel.tensor.sharded import book_wholes, is_sharded, spec_of, whole, wrap
 from lnn_lightning.parallel.tensor.vocabulary import embedding_partial, vocabulary_part
 
 Kind = Literal["column", "row", "replicate", "vocabulary"]
@@ -138,7 +138,6 @@ def _features(value: Tensor, role: Role, axis: TensorAxis) -> Tensor:
     if is_sharded(value):
         if (spec_of(value).dim, spec_of(value).sections) == (spec.dim, spec.sections):
             return value
-        if axis_of(value).ledger is not None:
-            axis_of(value).ledger.gathered("linear", value._origins, None)  # type: ignore[attr-defined, union-attr]
+        book_wholes("linear", (value,), {})
         value = whole(value)
     return cached(("scatter", spec), value, lambda: scatter(value, axis, spec))

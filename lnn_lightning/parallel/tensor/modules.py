@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lnn_lightning.parallel.tensor.axis import TensorAxis
 from lnn_lightning.parallel.tensor.calls import section_linear, transposed_linear
 from lnn_lightning.parallel.tensor.layers import Role, run_linear
 from lnn_lightning.parallel.tensor.multihead import Sections, expanded_forward, project_with
@@ -89,11 +88,10 @@ def own_forward(module: nn.Module, before: Forward) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class LayerRole:
-    """A layer's role on the axis of its unit, and the unit's state."""
+    """A layer's role, and the state of the unit it belongs to (:class:`~.units.UnitState`)."""
 
     role: Role
-    axis: TensorAxis
-    unit: Any = None
+    unit: Any
 
 
 def linear_forward(self: Any, before: Forward, input: Tensor) -> Tensor:
@@ -102,8 +100,9 @@ def linear_forward(self: Any, before: Forward, input: Tensor) -> Tensor:
         return own_forward(self, before)(input)
     layer: LayerRole = self.lnn_layer
     # in a recomputation, which comes in the backward, no region is open
-    tokens = layer.unit.tokens if current_region() is None and layer.unit is not None else None
-    return run_linear(input, self.weight, self.bias, layer.role, layer.axis, transposed=is_conv1d(self), tokens=tokens)
+    tokens = layer.unit.tokens if current_region() is None else None
+    axis = layer.unit.axis
+    return run_linear(input, self.weight, self.bias, layer.role, axis, transposed=is_conv1d(self), tokens=tokens)
 
 
 def multihead_forward(self: Any, before: Forward, *args: Any, **kwargs: Any) -> Any:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import OptimizedModule
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.trace import Key, TensorInfo, Trace
-from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis
+from lnn_lightning.parallel.tensor.axis import Spec
 from lnn_lightning.parallel.tensor.layers import REPLICATE, Role
 from lnn_lightning.parallel.tensor.planner import UnitPlanner
 from lnn_lightning.parallel.tensor.trial import CallSample
@@ -47,14 +47,13 @@ class TensorPlan:
 
     def parts(self, trace: Trace) -> dict[Key, Spec]:
         """Unit outputs that stay sharded along their tokens, with how."""
-        axis = TensorAxis(self.size, 0)
         found: dict[Key, Spec] = {}
         for call in trace.calls:
             plan = self.units.get(call.unit)
             if plan is None or plan.sequence is None or plan.output >= len(call.outputs):
                 continue
             info = call.outputs[plan.output]
-            if isinstance(info, TensorInfo) and (spec := sequence_spec(info, plan.sequence, axis)) is not None:
+            if isinstance(info, TensorInfo) and (spec := sequence_spec(info, plan.sequence, self.size)) is not None:
                 found[call.index, plan.output] = spec
         return found
 
@@ -118,8 +117,8 @@ def refuse_compiled(root: nn.Module) -> None:
         if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
             raise StepError(
                 f"{name!r} is compiled: compiled code cannot compute with values that are divided over tensor ranks. "
-                "Leave "
-                "`torch.compile` out, or use `tensor_parallel_size=1` (a pipeline and ZeRO work with compiled blocks)."
+                "Leave `torch.compile` out, or use `tensor_parallel_size=1` (a pipeline and ZeRO work with compiled "
+                "blocks)."
             )
 
 
@@ -153,15 +152,14 @@ def _planned(
     for unit_name in _in_order(root, trace):
         unit = root.get_submodule(unit_name)
         local = {name: names[id(parameter)] for name, parameter in unit.named_parameters()}
-        if unit_name in vetoed or not local:
-            if unit_name in vetoed:
-                plan.undivided[unit_name] = vetoed[unit_name]
-                for name in local.values():
-                    users.setdefault(name, []).append((unit_name, None, False))
+        if not local:
             continue
         own_fixed = {name: decided[first] for name, first in local.items() if first in decided}
         own_large = frozenset(name for name, first in local.items() if first in large)
-        found, reason = _plan_unit(unit, samples[unit_name], size, sequence, own_fixed, own_large, known)
+        if unit_name in vetoed:
+            found, reason = None, vetoed[unit_name]
+        else:
+            found, reason = _plan_unit(unit, samples[unit_name], size, sequence, own_fixed, own_large, known)
         if found is None:
             plan.undivided[unit_name] = reason
         else:
@@ -214,7 +212,7 @@ def _plan_unit(
             (name, parameter.shape, parameter.dtype, parameter.requires_grad)
             for name, parameter in unit.named_parameters()
         ),
-        tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in sample.leaves),
+        sample.signature,
         sample.loss_outputs,
         tuple(sorted((name, str(role), role.sections) for name, role in fixed.items())),
         large,
@@ -304,17 +302,16 @@ def _given_roles(root: nn.Module, given: Mapping[str, str]) -> dict[str, Role]:
         if not any(each.ndim > 1 for name in fitting for each in layers[name].parameters(recurse=False)):
             raise StepError(
                 f"`tensor_parallel_plan` gives {pattern!r} a role, but {fitting[0]!r} has no weight matrix to divide. "
-                "Leave it "
-                "out."
+                "Leave it out."
             )
     return wanted
 
 
 def _check_given(root: nn.Module, wanted: Mapping[str, Role], plan: TensorPlan, size: int) -> None:
     found = {}
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
     for unit_name, unit_plan in plan.units.items():
         unit = root.get_submodule(unit_name)
-        names = {id(parameter): name for name, parameter in root.named_parameters()}
         for name, role in unit_plan.roles.items():
             found[names[id(unit.get_parameter(name))]] = role
     for name, role in wanted.items():

@@ -105,7 +105,8 @@ class _Watch(TorchFunctionMode):
         if wanted.kind == "vocabulary":
             wanted = Role("column", wanted.sections)
         if wanted.kind == "column":
-            spec = Spec(0, wanted.sections or (shape[out],))
+            apart = (shape[out] // 3,) * 3 if layer.thirds is not None else (shape[out],)
+            spec = Spec(0, apart if layer.thirds is not None else wanted.sections or apart)
             if spec.total == shape[out] and (spec.fits(size) if planner.may_pad(name) else not is_uneven(spec, size)):
                 return Role("column", spec.sections)
         if wanted.kind == "row":
@@ -119,9 +120,7 @@ class _Watch(TorchFunctionMode):
     @staticmethod
     def _default(layer: Any, features: int) -> Role:
         value = layer.value
-        if layer.thirds is not None:
-            return Role("column", (layer.weight.shape[0] // 3,) * 3)
-        if not is_sharded(value):
+        if layer.thirds is not None or not is_sharded(value):
             return Role("column")
         spec = spec_of(value)
         if spec.dim == value.ndim - 1 and spec.total == features:
@@ -226,7 +225,7 @@ class UnitPlanner:
     def _divides_tokens(self, plan: UnitPlan) -> bool:
         args, kwargs = self.sample.unflatten(list(self.sample.leaves))
         store, key = find_argument(planned_forward(self.unit), plan.argument, list(args), dict(kwargs))
-        return sequence_spec(store[key], plan.sequence, self.axis) is not None
+        return sequence_spec(store[key], plan.sequence, self.axis.size) is not None
 
     def _search(self) -> tuple[Trial, dict[str, Role]]:
         forced: dict[str, Role] = {}
@@ -299,7 +298,7 @@ class UnitPlanner:
         if plan is not None:  # between units it is sharded already
             args, kwargs = list(args), dict(kwargs)
             store, key = find_argument(forward, plan.argument, args, kwargs)
-            spec = sequence_spec(store[key], plan.sequence, axis)
+            spec = sequence_spec(store[key], plan.sequence, axis.size)
             assert spec is not None
             store[key] = wrap(take_part(store[key], spec, axis.size, 0), spec, state.outside)
         try:
@@ -343,7 +342,7 @@ class UnitPlanner:
         argument, value, output = found
         forced = {**forced, **best.roles}
         for dim in (1, 0):
-            if sequence_spec(value, dim, self.axis) is None:
+            if sequence_spec(value, dim, self.axis.size) is None:
                 continue
             trying = replace(plan, sequence=dim, argument=argument, output=output)
             trial = self._trial(forced, trying)

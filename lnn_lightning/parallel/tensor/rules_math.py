@@ -23,6 +23,7 @@ from lnn_lightning.parallel.tensor.sharded import (
     rule,
     spec_of,
     whole_shape,
+    writes,
 )
 
 T = Tensor
@@ -77,7 +78,7 @@ def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
             return refused(func, lead)
     if _is_residual(tensors, spec, from_end):
         return NotImplemented
-    writes = _in_place(func)
+    in_place = writes(func)
 
     def local(value: Any) -> Any:
         if not isinstance(value, Tensor) or is_sharded(value):
@@ -87,7 +88,7 @@ def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
             raise _DoesNotFit
         return made
 
-    if writes and not is_sharded(args[0]):
+    if in_place and not is_sharded(args[0]):
         return NotImplemented
     try:
         args, kwargs = [local(value) for value in args], {key: local(value) for key, value in kwargs.items()}
@@ -96,18 +97,13 @@ def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     result = func(*args, **kwargs)
     if not isinstance(result, Tensor):
         return result
-    if writes:
+    if in_place:
         return args[0]
     return result_of(result, spec.at(result.ndim + from_end), lead)
 
 
 class _DoesNotFit(Exception):
     pass
-
-
-def _in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
 
 
 def _is_residual(tensors: Sequence[Tensor], spec: Spec, from_end: int) -> bool:

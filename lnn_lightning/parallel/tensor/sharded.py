@@ -207,11 +207,11 @@ def _by_rule(rule: Rule | None, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
 
 
-def _planning(*trees: Any) -> Ledger | None:
-    for value in tree_tensors(trees):
+def _planning(args: Sequence[Any], kwargs: dict[str, Any]) -> Ledger | None:
+    for value in args:  # nearly always: this runs for every operation
         if is_sharded(value):
             return axis_of(value).ledger
-    return None
+    return next((axis_of(value).ledger for value in tree_tensors((args, kwargs)) if is_sharded(value)), None)
 
 
 def _planned(rule: Rule | None, func: Any, args: Any, kwargs: Any) -> Any:
@@ -227,8 +227,12 @@ def _planned(rule: Rule | None, func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
+def _origins_in(tree: Any) -> frozenset[str]:
+    return frozenset().union(*(origins_of(value) for value in tree_tensors(tree) if is_sharded(value)))
+
+
 def _pass_on_origins(result: Any, *trees: Any) -> None:
-    origins = frozenset().union(*(origins_of(value) for value in tree_tensors(trees) if is_sharded(value)))
+    origins = _origins_in(trees)
     for value in tree_tensors(result):
         if is_sharded(value):
             value._origins = origins_of(value) | origins  # type: ignore[attr-defined]
@@ -236,20 +240,24 @@ def _pass_on_origins(result: Any, *trees: Any) -> None:
 
 def _on_wholes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = name_of(func)
-    parts = [value for value in tree_tensors((args, kwargs)) if is_sharded(value)]
-    origins = frozenset().union(*(origins_of(value) for value in parts))
-    axis = axis_of(parts[0])
     if name in ("__reduce_ex__", "share_memory_"):
-        raise _impossible(name, parts[0])
-    if axis.ledger is not None:
-        axis.ledger.gathered(name, origins, None)
-        for value in tree_tensors((args, kwargs)):
-            if isinstance(value, nn.Parameter):
-                axis.ledger.used_on_whole(value)
-    if args and is_sharded(args[0]) and _writes(name):
+        raise _impossible(name, args[0])
+    book_wholes(name, args, kwargs)
+    if args and is_sharded(args[0]) and writes(func):
         return _write_whole(func, name, args, kwargs)
     args, kwargs = wholes((tuple(args), kwargs))
     return func(*args, **kwargs)
+
+
+def book_wholes(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Tells a planner that something gets wholes in place of these parts."""
+    ledger = _planning(args, kwargs)
+    if ledger is None:
+        return
+    ledger.gathered(name, _origins_in((args, kwargs)), None)
+    for value in tree_tensors((args, kwargs)):
+        if isinstance(value, nn.Parameter):
+            ledger.used_on_whole(value)
 
 
 def _write_whole(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -274,10 +282,13 @@ def _impossible(name: str, value: Tensor) -> ShardingError:
     )
 
 
-def _writes(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or name in (
-        "__setitem__",
-        "__iadd__",
-        "__imul__",
-        "__isub__",
-    )
+_IN_PLACE = frozenset(
+    f"__{name}__"
+    for name in "setitem iadd isub imul itruediv idiv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
+)
+
+
+def writes(func: Any) -> bool:
+    """Whether a function changes its first argument in place."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE

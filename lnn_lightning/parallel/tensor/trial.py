@@ -39,6 +39,11 @@ class CallSample:
     unflatten: Unflatten
     loss_outputs: frozenset[int] = frozenset()
 
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What another call must share for its shapes to be the same."""
+        return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in self.leaves)
+
 
 @dataclass
 class Trial:

@@ -65,15 +65,9 @@ class UnitState:
     tokens: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitState:
-        return UnitState(
-            self.plan,
-            self.axis,
-            self.outside,
-            copy.deepcopy(self.bare, memo),
-            copy.deepcopy(self.shared, memo),
-            self.has_attention,
-            copy.deepcopy(self.buffered, memo),
-        )
+        made = memo[id(self)] = UnitState(self.plan, self.axis, self.outside, has_attention=self.has_attention)
+        made.bare, made.shared, made.buffered = copy.deepcopy((self.bare, self.shared, self.buffered), memo)
+        return made
 
 
 def unit_forward(self: Any, before: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -120,19 +114,16 @@ def run_unit(state: UnitState, forward: Callable[..., Any], args: Any, kwargs: A
 
 def _sharded_argument(state: UnitState, forward: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
     plan, axis = state.plan, state.axis
-    assert plan.sequence is not None
     args, kwargs = list(args), dict(kwargs)
     store, key = find_argument(forward, plan.argument, args, kwargs)
     given = store[key]
-    dim = plan.sequence
-    spec = Spec(dim, (given.shape[dim],), sequence=True)
-    active = given.shape[dim] % axis.size == 0
-    if active and is_sharded(given) and spec_of(given) == spec:
+    spec = sequence_spec(given, plan.sequence, axis.size)
+    if spec is None:
+        mine = whole(given)
+    elif is_sharded(given) and spec_of(given) == spec:
         mine = wrap(plain(given), spec, axis)
     else:
-        mine = whole(given)
-        if active:
-            mine = wrap(scatter(mine, axis, spec), spec, axis)
+        mine = wrap(scatter(whole(given), axis, spec), spec, axis)
     store[key] = None
     args, kwargs = wholes((tuple(args), kwargs))
     args = list(args)
@@ -140,7 +131,7 @@ def _sharded_argument(state: UnitState, forward: Any, args: Any, kwargs: Any) ->
         args[key] = mine
     else:
         kwargs[key] = mine
-    return tuple(args), kwargs, active
+    return tuple(args), kwargs, spec is not None
 
 
 def find_argument(forward: Any, argument: str | int | None, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -157,30 +148,28 @@ def _outputs(state: UnitState, out: Any, active: bool) -> Any:
     plan, outside = state.plan, state.outside
     leaves, unflatten = tree_flatten(out)
     for index, leaf in enumerate(leaves):
-        sequence = active and index == plan.output
-        if not is_sharded(leaf):
-            if (
-                sequence
-                and isinstance(leaf, Tensor)
-                and (spec := sequence_spec(leaf, plan.sequence, outside)) is not None
-            ):
-                leaves[index] = wrap(scatter(leaf, outside, spec), spec, outside)
+        if not isinstance(leaf, Tensor):
             continue
-        spec = spec_of(leaf)
-        stays = sequence and spec.sequence and spec.dim == plan.sequence and len(spec.sections) == 1
-        opened = index in plan.open_outputs and torch.is_grad_enabled() and spec.dim == leaf.ndim - 1
-        if stays or opened:
-            leaves[index] = wrap(plain(leaf), spec, outside)
-        elif sequence and (spec := sequence_spec(leaf, plan.sequence, outside)) is not None:
+        spec = sequence_spec(leaf, plan.sequence, outside.size) if active and index == plan.output else None
+        if is_sharded(leaf) and (spec_of(leaf) == spec or _stays_open(plan, index, leaf)):
+            leaves[index] = wrap(plain(leaf), spec_of(leaf), outside)
+        elif spec is not None:
             leaves[index] = wrap(scatter(whole(leaf), outside, spec), spec, outside)
         else:
             leaves[index] = whole(leaf)
     return unflatten(leaves)
 
 
-def sequence_spec(value: Any, dim: int | None, axis: TensorAxis) -> Spec | None:
-    """How a value between units is sharded along its tokens; None if it cannot be. Tells by its shape alone."""
-    if dim is None or len(value.shape) <= dim + 1 or value.shape[dim] % axis.size:
+def _stays_open(plan: UnitPlan, index: int, leaf: Tensor) -> bool:
+    return index in plan.open_outputs and torch.is_grad_enabled() and spec_of(leaf).dim == leaf.ndim - 1
+
+
+def sequence_spec(value: Any, dim: int | None, size: int) -> Spec | None:
+    """How a value between units is divided along its tokens over ``size`` ranks; None if it cannot be.
+
+    Tells by its shape alone.
+    """
+    if dim is None or len(value.shape) <= dim + 1 or value.shape[dim] % size:
         return None
     return Spec(dim, (value.shape[dim],), sequence=True)
 
