@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
+from benchmarks.pipeline import GPT, batches, loss_of
 from lnn_lightning.parallel.layout import Mesh, resolve_layout
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine, PipelineSettings
 from lnn_lightning.parallel.pipeline.schedules import place
@@ -59,56 +60,9 @@ class Settings:
 # ------------------------------------------------------------------------------------------------ the ordinary model
 
 
-class Block(nn.Module):
-    """Nanogpt's, without dropout. `ranks`: a rank's part of the heads, for those who divide it by hand."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.ranks = heads, 1
-        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc, self.proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, C = x.shape
-        C, heads = C // self.ranks, self.heads // self.ranks
-        q, k, v = (t.view(B, T, heads, -1).transpose(1, 2) for t in self.c_attn(self.ln_1(x)).split(C, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.c_proj(y.transpose(1, 2).reshape(B, T, C))
-        return x + self.proj(F.gelu(self.fc(self.ln_2(x))))
-
-
-class GPT(nn.Module):
-    def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        width = settings.width
-        self.tokens = nn.Embedding(settings.vocabulary, width)
-        self.positions = nn.Embedding(settings.length, width)
-        self.blocks = nn.ModuleList([Block(width, settings.heads) for _ in range(settings.layers)])
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, settings.vocabulary, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.tokens(x) + self.positions(torch.arange(x.size(1), device=x.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 def built(settings: Settings) -> GPT:
     torch.manual_seed(0)
     return GPT(settings)
-
-
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def batches(settings: Settings) -> list[Batch]:
-    rng = torch.Generator().manual_seed(0)
-    shape = (settings.batch_size, settings.length)
-    inputs = [torch.randint(0, settings.vocabulary, shape, generator=rng) for _ in range(settings.steps)]
-    return [(x, (3 * x + 1) % settings.vocabulary) for x in inputs]
 
 
 # ------------------------------------------------------------------------------------------------ ours
@@ -123,7 +77,7 @@ def ours(settings: Settings, sequence: bool = False) -> Contestant:
     def step(batch: Batch) -> Tensor:
         return loss_of(model(batch[0]), batch[1])
 
-    batch = batches(settings)[0]
+    batch = batches(settings, settings.steps)[0]
     engine.prepare("step", step, batch, training=True)
     engine.find_loss_form(step, batch)
     engine.setup_training()
@@ -295,7 +249,7 @@ Times = dict[str, list[float]]
 
 def measure(rank: int, world_size: int, settings: Settings) -> tuple[Times, Times, dict[str, float]]:
     """Runs on each rank: seconds a step in each round, seconds of processor time, and the first losses."""
-    data = batches(settings)
+    data = batches(settings, settings.steps)
     contestants = {name: make(settings) for name, make in CONTESTANTS.items()}
     losses = {name: run(data[0]) for name, run in contestants.items()}
     times: Times = {name: [] for name in contestants}
@@ -315,7 +269,7 @@ def measure(rank: int, world_size: int, settings: Settings) -> tuple[Times, Time
 
 def profile(rank: int, world_size: int, settings: Settings) -> str:
     """Runs on each rank: the functions of our own steps, most expensive first, without and with what they call."""
-    data, run = batches(settings), ours(settings)
+    data, run = batches(settings, settings.steps), ours(settings)
     for batch in data:
         run(batch)
     profiler = cProfile.Profile()

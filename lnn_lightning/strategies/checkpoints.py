@@ -68,8 +68,10 @@ class CheckpointHooks(MeshStrategy):
             if not isinstance(value, Tensor) or is_stand_in(value) or not residence.is_divided(name or ""):
                 stored[key] = value
                 continue
-            device = self.root_device if value.device.type == "cpu" else None
-            whole = residence.whole(name, whole_of(value, device))
+            whole = value
+            if tuple(value.shape) != residence.whole_shape(name, value):
+                device = self.root_device if value.device.type == "cpu" else None
+                whole = residence.whole(name, whole_of(value, device))
             if zlib.crc32((name or "").encode()) % self.mesh.size(TENSOR) == self.mesh.rank(TENSOR):
                 stored[key] = whole.cpu()
         return stored

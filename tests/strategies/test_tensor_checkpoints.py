@@ -7,7 +7,7 @@ import pytest
 
 from lnn_lightning.checkpoint import load_full_state_dict
 from tests.helpers.ranks import launch_ranks
-from tests.strategies.test_ptdp import ONE, _from_one_process, _train, assert_same_state
+from tests.strategies.test_ptdp import ONE, _from_one_process, assert_same_state, check_resumed
 
 OPTIONS = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -30,15 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", ["sequence", "pipeline", "zero3"])
 def test_resumed_is_uninterrupted_bit_for_bit(name: str, tmp_path: Path) -> None:
-    world_size, layout = LAYOUTS[name]
-    path = str(tmp_path / "half.ckpt")
-    whole = launch_ranks(_train, world_size, layout, 4, "", "", OPTIONS)
-    half = launch_ranks(_train, world_size, layout, 2, path, "", OPTIONS)
-    rest = launch_ranks(_train, world_size, layout, 4, "", path, OPTIONS)
-    for uninterrupted, first, second in zip(whole, half, rest, strict=True):
-        assert [*first["losses"], *second["losses"]] == uninterrupted["losses"]
-        assert [*first["rates"], *second["rates"]] == uninterrupted["rates"]
-        assert_same_state(second["state"], uninterrupted["state"])
+    check_resumed(*LAYOUTS[name], str(tmp_path / "half.ckpt"), OPTIONS)
 
 
 @pytest.mark.parametrize("name", ["tensor", "pipeline", "zero3"])

@@ -13,8 +13,8 @@ from tests.strategies.test_ptdp import (
     _finetunes,
     _from_one_process,
     _goes_on_finetuning,
-    _train,
     assert_same_state,
+    check_resumed,
 )
 
 OPTIONS = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
@@ -32,15 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3-pipeline", "zero2-hybrid"])
 def test_resumed_is_uninterrupted_bit_for_bit(name: str, tmp_path: Path) -> None:
-    world_size, layout = LAYOUTS[name]
-    path = str(tmp_path / "half.ckpt")
-    whole = launch_ranks(_train, world_size, layout, 4, "", "", OPTIONS)
-    half = launch_ranks(_train, world_size, layout, 2, path, "", OPTIONS)
-    rest = launch_ranks(_train, world_size, layout, 4, "", path, OPTIONS)
-    for uninterrupted, first, second in zip(whole, half, rest, strict=True):
-        assert [*first["losses"], *second["losses"]] == uninterrupted["losses"]
-        assert [*first["rates"], *second["rates"]] == uninterrupted["rates"]
-        assert_same_state(second["state"], uninterrupted["state"])
+    check_resumed(*LAYOUTS[name], str(tmp_path / "half.ckpt"), OPTIONS)
 
 
 @pytest.mark.parametrize(
