@@ -96,9 +96,7 @@ class _Watch(TorchFunctionMode):
         shape, size = layer.weight.shape, planner.axis.size
         wanted = self._forced.get(name, planner.fixed.get(name))
         if layer.options is not None:
-            # one that no layer shares is worth it if it has more rows than are looked up: it saves more than it sends
-            worthwhile = name in planner.large and shape[0] > layer.value.numel()
-            divide = worthwhile if wanted is None else wanted != REPLICATE
+            divide = name in planner.large if wanted is None else wanted != REPLICATE
             return Role("vocabulary", (shape[0],)) if divide else REPLICATE
         if wanted is None:
             wanted = self._default(layer, shape[into])
@@ -275,7 +273,7 @@ class UnitPlanner:
         for name in forced:
             yield {name: None}
         for name in free:
-            if name not in divided:
+            if name not in divided and best.roles[name].kind != "vocabulary":  # tables are divided for their memory
                 yield {name: Role("column") if best.roles[name] == REPLICATE else REPLICATE}
         if best.error is not None and len(free) > 1:
             yield dict.fromkeys(free, REPLICATE)
