@@ -133,7 +133,7 @@ class ResumeHooks(MeshStrategy):
     def _read_state(
         self, path: Path, part: str, ours: Mapping[str, Any], known: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     ) -> dict[str, Any]:
-        """A state dict of the module: what lives here, stand-ins for the rest, and what it does not know without data."""
+        """A state dict of the module: what lives here, stand-ins for the rest; what it does not know has no data."""
         assert self.lightning_module is not None
         residence, state = self.engine.residence, self.lightning_module.state_dict()
         names, tied, values = residence.name_of_key(), ours.get("tied", {}), ours["values"]
@@ -291,7 +291,7 @@ class ResumeHooks(MeshStrategy):
                 in an epoch it was made long ago, and they are put back behind it.
         """
         assert self.lightning_module is not None
-        epochs = self.lightning_module.trainer.fit_loop.epoch_progress.current
+        epochs: Any = self.lightning_module.trainer.fit_loop.epoch_progress.current
         if self._random_state is not None and (not between_epochs or epochs.processed == epochs.started):
             restore_random_state(self._random_state)
             self._random_state = None
