@@ -31,18 +31,10 @@ from tests.strategies.test_ptdp import assert_same_state
 PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
 
 
-class Recorded(Model):
-    """Writes down every loss as soon as it is known."""
-
-    def __init__(self, record: str = "") -> None:
+class Seeded(Model):
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.save_hyperparameters()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        if self.hparams["record"] and self.trainer.is_global_zero:
-            with open(self.hparams["record"], "a") as file:
-                file.write(f"{self.global_step} {float(outputs['loss']).hex()}\n")
 
     def on_fit_start(self) -> None:
         torch.manual_seed(17)  # where it is resumed, the state of the generators comes from the checkpoint
@@ -54,13 +46,12 @@ def train(
     folder: str,
     path: str | None = None,
     steps: int = 6,
-    record: str = "",
     callbacks: list[pl.Callback] | None = None,
     **options: Any,
-) -> tuple[pl.Trainer, Recorded]:
+) -> tuple[pl.Trainer, Seeded]:
     torch.manual_seed(3)
     random.seed(4)
-    module = Recorded(record)
+    module = Seeded()
     if callbacks is None:
         callbacks = [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)]
     trainer = quiet_trainer(
@@ -197,16 +188,16 @@ def test_load_from_checkpoint(tmp_path: Path) -> None:
     """The user's own class reads a folder as it reads a file."""
     launch_ranks(_named, 2, str(tmp_path))
     folder = tmp_path / "last.ckpt"
-    module = Recorded.load_from_checkpoint(folder, map_location="cpu")
-    assert module.hparams["record"] == ""
+    module = Seeded.load_from_checkpoint(folder, map_location="cpu")
+    assert module.hparams["width"] == 8
     assert_same_state(module.state_dict(), load_full_state_dict(folder), 0.0)
     file = next(folder.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=file.name):
-        Recorded.load_from_checkpoint(folder)
+        Seeded.load_from_checkpoint(folder)
     plain = tmp_path / "plain.ckpt"
     torch.save({"state_dict": module.state_dict(), "pytorch-lightning_version": "2.6.0"}, plain)
-    assert_same_state(Recorded.load_from_checkpoint(plain).state_dict(), module.state_dict(), 0.0)
+    assert_same_state(Seeded.load_from_checkpoint(plain).state_dict(), module.state_dict(), 0.0)
 
 
 def _named(rank: int, world_size: int, folder: str) -> None:
@@ -223,6 +214,32 @@ def test_a_checkpoint_plugin_that_would_never_be_asked_is_refused(tmp_path: Path
     assert launch_ranks(_plugin, 1, str(tmp_path / "b"), AsyncCheckpointIO()) == [6]
     with pytest.raises(RanksFailed, match="XLACheckpointIO would never be asked"):
         launch_ranks(_plugin, 1, str(tmp_path / "c"), object.__new__(XLACheckpointIO))
+
+
+class _Odd:
+    """Something that no checkpoint brings back without running code."""
+
+
+def _holds(rank: int, world_size: int, folder: str, async_save: bool) -> str:
+    class Holder(pl.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"odd": _Odd() if rank == 0 else 1}
+
+    try:
+        train(world_size, {**PIPELINE, "async_save": async_save}, folder, callbacks=[Holder()])[0].save_checkpoint(
+            f"{folder}/odd.ckpt"
+        )
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_what_could_not_be_loaded_is_not_saved(async_save: bool, tmp_path: Path) -> None:
+    """Better told at the first save than at the restart."""
+    for said in launch_ranks(_holds, 2, str(tmp_path), async_save):
+        assert "Rank 0 says" in said and "_Odd" in said and "Save plain values" in said
+    assert os.listdir(tmp_path) == []
 
 
 # ------------------------------------------------------------------------------------------------ in the background
@@ -311,9 +328,15 @@ def _until_killed(
                 timer.daemon = True
                 timer.start()
 
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+            """Before the checkpoint: a step that is in one is in the record."""
+            if trainer.is_global_zero:
+                with open(record, "a") as file:
+                    file.write(f"{trainer.global_step} {float(outputs['loss']).hex()}\n")
+
     options: dict[str, Any] = {"save_top_k": 2, "monitor": "step", "mode": "max", "save_last": True}
     kept = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, **options)
-    trainer, _ = train(world_size, layout, folder, "last", STEPS, record, [Clock(), kept])
+    trainer, _ = train(world_size, layout, folder, "last", STEPS, [Clock(), kept])
     return trainer.strategy.full_state_dict()
 
 
