@@ -4,8 +4,8 @@
 
 Two ranks, an MLP trained with Adam. DDPStrategy against `PTDPStrategy()`: both hold all of it on each rank.
 ModelParallelStrategy with torch's `fully_shard` against `PTDPStrategy(zero_stage=3)`: both hold half on each rank. The
-two of a pair take turns within one run on the same disk; each round saves over the last checkpoint and loads it again
-into the running Trainer. Memory is the most a rank took above what it had (VmHWM). Ratios are medians over the rounds,
+two of a pair take turns within one run on the same disk; each round saves a checkpoint and loads it again into
+the running Trainer. Memory is the most a rank took above what it had (VmHWM). Ratios are medians over the rounds,
 to the same round's other. What both ratios include on our side: checksums, bringing files and names to the disk
 (DDPStrategy does not), and reading all files once more to compare their checksums.
 """
@@ -123,9 +123,12 @@ def turn(rank: int, port: int, folder: str, width: int, blocks: int, rounds: int
         results: dict[str, list[tuple[float, ...]]] = {each: [] for each in trainers}
         for index in range(rounds + 1):
             for each, trainer in trainers.items():
-                path = f"{folder}/{each}"
+                path = f"{folder}/{each}{index}"
                 save = measured(lambda: trainer.save_checkpoint(path))  # noqa: B023
                 load = measured(lambda: trainer._checkpoint_connector.restore(path))  # noqa: B023
+                dist.barrier()
+                if rank == 0:
+                    shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
                 if index > 0:
                     results[each].append((*save, *load))
         if rank == 0:

@@ -146,7 +146,9 @@ class ResumeHooks(MeshStrategy):
                 read[key] = values[entry]
             elif entry in known and isinstance(now, Tensor):
                 if key == first or first not in read:
-                    read[first] = _empty_like(now, known[entry][1])
+                    # straight into the module, where no average of it needs the values apart
+                    direct = part == "state_dict" and now.dtype == known[entry][1]
+                    read[first] = now.detach() if direct else _room_like(now, known[entry][1])
                     wanted[entry] = residence.pieces(names.get(key), read[first])
                 read[key] = read[first]
         read_pieces(path, wanted)
@@ -208,7 +210,8 @@ class ResumeHooks(MeshStrategy):
         assert self.lightning_module is not None
         residence, prefix = self.engine.residence, f"optimizer.{index}."
         names, parameters = residence.names_by_id(), dict(self.lightning_module.named_parameters())
-        held = {names[id(p)] for group in plain_optimizer(self.optimizers[index]).param_groups for p in group["params"]}
+        optimizer = plain_optimizer(self.optimizers[index])
+        held = {names[id(p)]: optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]}
         known = tensor_names(path)
         state: dict[str, dict[str, Any]] = {}
         wanted: dict[str, Pieces] = {}
@@ -222,7 +225,7 @@ class ResumeHooks(MeshStrategy):
             shape, dtype = known[entry]
             parameter = parameters[name]
             if shape == residence.whole_shape(name, parameter):
-                value = _empty_like(parameter, dtype)
+                value = _state_like(parameter, dtype, held[name].get(leaf))
                 wanted[entry] = residence.pieces(name, value)
             else:
                 value = torch.empty(shape, dtype=dtype)
@@ -314,10 +317,18 @@ def sharded_leaf(value: Any, held: Tensor, parameter: Tensor) -> Any:
     return value
 
 
-def _empty_like(now: Tensor, dtype: torch.dtype) -> Tensor:
+def _room_like(now: Tensor, dtype: torch.dtype) -> Tensor:
     """Room in host memory for what this rank holds of a tensor; padding is zero."""
     room = torch.zeros(local_of(now).shape, dtype=dtype)
     return sharded_like(room, now) if is_sharded(now) else room
+
+
+def _state_like(parameter: Tensor, dtype: torch.dtype, held: Any) -> Tensor:
+    """Where an optimizer's state of a parameter goes: where it was, if the optimizer has some already."""
+    local = local_of(parameter)
+    if isinstance(held, Tensor) and held.shape == local.shape and held.dtype == dtype:
+        return sharded_like(held, parameter) if is_sharded(parameter) else held
+    return _room_like(parameter, dtype)
 
 
 def _own_part(value: Any, parameter: Tensor) -> Any:
