@@ -114,8 +114,10 @@ def copy_slice(raw: Tensor, sizes: Sequence[int], dtype: torch.dtype, offsets: S
         offsets: where the slice begins.
         target: is filled; its shape is that of the slice.
     """
-    if not sizes or target.numel() == 0:
-        target.copy_(raw.clone().view(dtype).reshape(target.shape))
+    if target.numel() == 0:
+        return
+    if not sizes:
+        target.copy_(raw.clone().view(dtype).view(()))
         return
     part = raw.view(*sizes[:-1], sizes[-1] * dtype.itemsize)
     for dim, (offset, length) in enumerate(zip(offsets, target.shape, strict=True)):

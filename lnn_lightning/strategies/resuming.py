@@ -24,6 +24,8 @@ from lnn_lightning.parallel.data.shards import is_sharded, local_of, piece_of, s
 from lnn_lightning.parallel.step.standin import is_stand_in
 from lnn_lightning.strategies.mesh import MeshStrategy
 from lnn_lightning.strategies.positions import (
+    begin_next_epoch,
+    epoch_is_over,
     loader_states_for,
     put_loader_states,
     restore_random_state,
@@ -283,8 +285,9 @@ class ResumeHooks(MeshStrategy):
         same = list(self.mesh.layout.shape) == list(saved)
         rank = self.global_rank if same else saved_rank(saved, self.data_parallel_rank)
         self._random_state = ranks[rank]["random"]
-        loaders = loader_states_for(ranks, saved, self.data_parallel_rank, self.data_parallel_size)
-        put_loader_states(checkpoint, loaders)
+        if not epoch_is_over(checkpoint):
+            loaders = loader_states_for(ranks, saved, self.data_parallel_rank, self.data_parallel_size)
+            put_loader_states(checkpoint, loaders)
 
     def _restore_random_state(self, between_epochs: bool) -> None:
         """Puts the generators back where a run that was not interrupted would have them.
@@ -303,6 +306,8 @@ class ResumeHooks(MeshStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._restore_random_state(between_epochs=False)
+        assert self.lightning_module is not None
+        begin_next_epoch(self.lightning_module.trainer.fit_loop)
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer:

@@ -254,6 +254,7 @@ def test_any_slice_is_read_where_it_lies(dtype: torch.dtype, one_rank: None, tmp
     for name, value in load_tensors(path, whole).items():
         assert value.dtype == dtype and torch.equal(value, whole[name]), name
     wide = torch.complex128 if dtype.is_complex else torch.float64
+    read_pieces(path, {"plain": Pieces((5, 7, 4), dtype, (Piece((3, 2, 1), torch.zeros(2, 0, 1, dtype=dtype)),))})
     plain, strided = torch.zeros(2, 3, 2, dtype=dtype), torch.zeros(2, 3, 4, dtype=wide)[..., ::2]
     for room in (plain, strided, torch.zeros(2, 2, 3, dtype=dtype).mT):
         for name in ("plain", "turned", "strided"):
