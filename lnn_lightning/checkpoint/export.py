@@ -23,7 +23,7 @@ from lnn_lightning.checkpoint.distributed import (
 from lnn_lightning.checkpoint.errors import CheckpointError
 from lnn_lightning.checkpoint.hub import bytes_of, write_file, write_folder
 from lnn_lightning.checkpoint.pieces import whole_tensor
-from lnn_lightning.checkpoint.sources import Known, open_source
+from lnn_lightning.checkpoint.sources import Folder, Known, open_source
 from lnn_lightning.checkpoint.torch_file import Blanks, save_by_tensor
 
 Format = Literal["lightning", "safetensors"]
@@ -121,6 +121,7 @@ def _write_lightning(folder: Path, file: Path) -> str:
     if not is_distributed_checkpoint(folder):
         raise CheckpointError(f"{folder} is no checkpoint folder of lnn_lightning: only that becomes a Lightning file.")
     known, blanks = tensor_names(folder), Blanks()
+    Folder(folder).verify()
     content = plain_checkpoint(load_metadata(folder), known, blanks)
 
     def read(names: list[str]) -> Iterator[Tensor]:
@@ -150,6 +151,9 @@ def plain_checkpoint(metadata: Mapping[str, Any], known: Known, blanks: Blanks) 
         if state or part == "state_dict":
             tied = {key: state[first] for key, first in ours.get("tied", {}).items() if first in state}
             content[part] = state | tied
+    ranks, layout = ours.get("ranks", ()), ours.get("layout", ())
+    if ranks and layout[1] == 1 and ranks[0].get("loaders"):  # with several data ranks, each has read other samples
+        content["loops"]["fit_loop"]["state_dict"]["combined_loader"] = ranks[0]["loaders"]
     groups = ours["optimizer_groups"]
     if groups or "lr_schedulers" in content:
         content["optimizer_states"] = [_numbered(index, each, entries) for index, each in enumerate(groups)]
@@ -177,6 +181,7 @@ def _numbered(index: int, groups: list[dict[str, Any]], entries: Mapping[str, An
 
 def _write_safetensors(checkpoint: Path, new: Path, is_file: bool, max_shard_size: int, prefix: str) -> str:
     source = open_source(checkpoint)
+    source.verify()
     everything, tied = source.tensors(), source.tied()
     once: dict[str, str] = {}
     for name in [*in_order(everything.keys() - tied.keys()), *in_order(tied)]:

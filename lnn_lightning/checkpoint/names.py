@@ -76,8 +76,9 @@ def match_names(
             f"{where} does not fit the module: missing {_listed(missing)}; not in the module: {_listed(unexpected)}. "
             f"{hint}".rstrip()
         )
-    for key, name in source.items():
-        if wanted[key] != found[name]:
+    for key in wanted:
+        name = source.get(key)
+        if name is not None and wanted[key] != found[name]:
             raise CheckpointError(f"{where} has {name!r} with the shape {found[name]}; {key!r} needs {wanted[key]}.")
     return filled
 

@@ -25,6 +25,7 @@ from lnn_lightning.checkpoint.distributed import (
 from lnn_lightning.checkpoint.errors import CheckpointError
 from lnn_lightning.checkpoint.filling import fill
 from lnn_lightning.checkpoint.hub import INDEX, SafetensorsFiles
+from lnn_lightning.checkpoint.manifest import verify
 from lnn_lightning.checkpoint.pieces import Pieces
 
 Known = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -46,6 +47,9 @@ class Source(Protocol):
 
     def read(self, wanted: Mapping[str, Pieces]) -> None:
         """Fills slices in place, by name, in their own dtype; reads only these slices."""
+
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """Compares a share of the bytes with their checksums, where there are any."""
 
 
 def open_source(path: str | Path) -> Source:
@@ -83,8 +87,12 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         ours = load_metadata(path).get(_OURS, {})
+        self._summed = ours.get("format", 1) > 1
         known = tensor_names(path)
         self._known = {key.removeprefix(_STATE): what for key, what in known.items() if key.startswith(_STATE)}
+        values = {key.removeprefix(_STATE): each for key, each in ours["values"].items() if key.startswith(_STATE)}
+        self._numbers = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+        self._known |= {key: (tuple(value.shape), value.dtype) for key, value in self._numbers.items()}
         self._tied = {key: first for key, first in ours.get("tied", {}).items() if first in self._known}
 
     def tensors(self) -> Known:
@@ -99,10 +107,19 @@ class Folder:
         """Fills slices in place."""
         by_first: dict[str, list[Pieces]] = {}
         for name, pieces in wanted.items():
-            by_first.setdefault(_STATE + self._tied.get(name, name), []).append(pieces)
+            first = self._tied.get(name, name)
+            if first in self._numbers:
+                fill(pieces, self._numbers[first].__getitem__)
+            else:
+                by_first.setdefault(_STATE + first, []).append(pieces)
         while by_first:  # twice only if several names of one tensor are wanted
             read_pieces(self.path, {name: each.pop() for name, each in by_first.items()})
             by_first = {name: each for name, each in by_first.items() if each}
+
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """Compares files with the manifest; the first format has none."""
+        if self._summed:
+            verify(self.path, share, shares)
 
 
 class TorchFile:
@@ -137,7 +154,10 @@ class TorchFile:
         """Fills slices in place."""
         for name, pieces in wanted.items():
             whole = self._tensors[name]
-            fill(pieces, lambda region, whole=whole: whole[region])  # type: ignore[misc]
+            fill(pieces, whole.detach().__getitem__)
+
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """There are no checksums."""
 
 
 def load_safely(path: Path) -> Any:

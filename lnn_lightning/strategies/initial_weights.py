@@ -7,6 +7,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lnn_lightning.checkpoint.names import match_names
@@ -34,6 +35,7 @@ def read_initial_weights(
         StepError: a parameter would have no values.
     """
     source = open_source(path)
+    source.verify(dist.get_rank(), dist.get_world_size())
     known = {name: shape for name, (shape, _) in source.tensors().items()}
     tensors = dict(named_tensors(module))
     first_names = residence.name_of_key()
