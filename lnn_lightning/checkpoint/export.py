@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from lnn_lightning.checkpoint.distributed import (
     is_distributed_checkpoint,
@@ -151,9 +152,9 @@ def plain_checkpoint(metadata: Mapping[str, Any], known: Known, blanks: Blanks) 
         if state or part == "state_dict":
             tied = {key: state[first] for key, first in ours.get("tied", {}).items() if first in state}
             content[part] = state | tied
-    ranks, layout = ours.get("ranks", ()), ours.get("layout", ())
-    if ranks and layout[1] == 1 and ranks[0].get("loaders"):  # with several data ranks, each has read other samples
-        content["loops"]["fit_loop"]["state_dict"]["combined_loader"] = ranks[0]["loaders"]
+    read = [rank["loaders"] for rank in ours.get("ranks", ())]
+    if read and read[0] and all(_same(each, read[0]) for each in read):  # else each has read other samples
+        content["loops"]["fit_loop"]["state_dict"]["combined_loader"] = read[0]
     groups = ours["optimizer_groups"]
     if groups or "lr_schedulers" in content:
         content["optimizer_states"] = [_numbered(index, each, entries) for index, each in enumerate(groups)]
@@ -174,6 +175,14 @@ def _numbered(index: int, groups: list[dict[str, Any]], entries: Mapping[str, An
         "state": {number: by_name[name] for number, name in enumerate(names) if name in by_name},
         "param_groups": [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups],
     }
+
+
+def _same(first: Any, second: Any) -> bool:
+    (leaves, structure), (others, other) = tree_flatten(first), tree_flatten(second)
+    return structure == other and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in zip(leaves, others, strict=True)
+    )
 
 
 # ------------------------------------------------------------------------------------------------ safetensors
