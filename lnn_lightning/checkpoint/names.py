@@ -77,9 +77,8 @@ def match_names(
             f"{hint}".rstrip()
         )
     for key in wanted:
-        name = source.get(key)
-        if name is not None and wanted[key] != found[name]:
-            raise CheckpointError(f"{where} has {name!r} with the shape {found[name]}; {key!r} needs {wanted[key]}.")
+        if key in source and wanted[key] != (shape := found[source[key]]):
+            raise CheckpointError(f"{where} has {source[key]!r} with the shape {shape}; {key!r} needs {wanted[key]}.")
     return filled
 
 
