@@ -213,7 +213,7 @@ def _write_safetensors(checkpoint: Path, new: Path, is_file: bool, max_shard_siz
     else:
         new.mkdir()
         write_folder(new, known, read, max_shard_size)
-    left = sum(not name.startswith(prefix) for name in everything)
+    left = sum(tied.get(name, name) not in once for name in everything)
     return f"{len(known)} tensors, {_readable(new)}" + (f"; {left} without the prefix left out" if left else "")
 
 
