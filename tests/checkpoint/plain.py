@@ -121,7 +121,9 @@ class Seen(pl.Callback):
         self.ends += 1
 
 
-def trainer(strategy: Any, devices: int, seen: Seen, steps: int, folder: str | None = None) -> pl.Trainer:
+def trainer(
+    strategy: Any, devices: int, seen: Seen, steps: int, folder: str | None = None, **options: Any
+) -> pl.Trainer:
     """Given a folder, it gets a checkpoint half-way: `step=3.ckpt`."""
     saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=HALF)
     return pl.Trainer(
@@ -135,7 +137,7 @@ def trainer(strategy: Any, devices: int, seen: Seen, steps: int, folder: str | N
         use_distributed_sampler=False,
         callbacks=[seen, saving] if folder is not None else [seen],
         max_steps=steps,
-        precision="64-true",
+        **({"precision": "64-true"} | options),
     )
 
 

@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lnn_lightning import PTDPStrategy
 from lnn_lightning.checkpoint.export import export
+from lnn_lightning.precision import MeshMixedPrecision
 from tests.checkpoint import plain
 from tests.helpers.ranks import launch_ranks
 
@@ -23,6 +26,41 @@ def half_way(rank: int, world_size: int, layout: dict[str, Any], folder: str) ->
     module = plain.module()
     trainer.fit(module, datamodule=plain.Batches())
     return plain.outcome(seen, trainer.strategy.full_state_dict())
+
+
+class Scales(pl.Callback):
+    """The loss scale of each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.seen.append(trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]
+
+
+def scaled(
+    rank: int, world_size: int, ours: bool, steps: int, folder: str | None, ckpt_path: str | None
+) -> list[float]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+    kind = MeshMixedPrecision if ours else MixedPrecision
+    seen, strategy = Scales(), PTDPStrategy(data_parallel_size=world_size) if ours else "auto"
+    plugin = kind("16-mixed", device="cpu", scaler=scaler)
+    trainer = plain.trainer(strategy, world_size, seen, steps, folder, plugins=[plugin], precision=None)
+    torch.manual_seed(1)
+    trainer.fit(plain.Module(), datamodule=plain.Batches(), ckpt_path=ckpt_path)
+    return seen.seen
+
+
+def test_the_loss_scale_goes_out_and_in(tmp_path: Path) -> None:
+    for ours in (True, False):
+        folder = tmp_path / str(ours)
+        scales = launch_ranks(scaled, 1, ours, plain.HALF, str(folder), None)[0]
+        file = folder / "step=3.ckpt"
+        if ours:
+            export(file, file := folder / "plain.ckpt")
+        assert scales == [64.0, 128.0, 256.0]
+        rest = launch_ranks(scaled, 1, not ours, plain.STEPS, None, str(file))[0]
+        assert rest == [512.0, 1024.0, 2048.0]
 
 
 @pytest.mark.slow
