@@ -122,7 +122,7 @@ class Seen(pl.Callback):
 
 
 def trainer(
-    strategy: Any, devices: int, seen: Seen, steps: int, folder: str | None = None, **options: Any
+    strategy: Any, devices: int, seen: pl.Callback, steps: int, folder: str | None = None, **options: Any
 ) -> pl.Trainer:
     """Given a folder, it gets a checkpoint half-way: `step=3.ckpt`."""
     saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=HALF)

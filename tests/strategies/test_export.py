@@ -38,16 +38,14 @@ class Scales(pl.Callback):
         self.seen.append(trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]
 
 
-def scaled(
-    rank: int, world_size: int, ours: bool, steps: int, folder: str | None, ckpt_path: str | None
-) -> list[float]:
+def scaled(rank: int, world_size: int, ours: bool, steps: int, folder: str | None, path: str | None) -> list[float]:
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
     kind = MeshMixedPrecision if ours else MixedPrecision
     seen, strategy = Scales(), PTDPStrategy(data_parallel_size=world_size) if ours else "auto"
     plugin = kind("16-mixed", device="cpu", scaler=scaler)
     trainer = plain.trainer(strategy, world_size, seen, steps, folder, plugins=[plugin], precision=None)
     torch.manual_seed(1)
-    trainer.fit(plain.Module(), datamodule=plain.Batches(), ckpt_path=ckpt_path)
+    trainer.fit(plain.Module(), datamodule=plain.Batches(), ckpt_path=path)
     return seen.seen
 
 
