@@ -15,6 +15,7 @@ from lnn_lightning import PTDPStrategy
 from lnn_lightning.checkpoint import hub
 from lnn_lightning.checkpoint.export import export
 from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors
+from tests.checkpoint import folders
 from tests.helpers.ranks import RanksFailed, launch_ranks
 from tests.helpers.reference import Data, Losses, quiet_trainer
 from tests.zoo import ZOO
@@ -197,6 +198,8 @@ def _file(path: Path, kind: type[Module] = Module, **options: Any) -> dict[str, 
         buffer.normal_()
     if path.suffix == ".safetensors":
         save_file(module.state_dict(), path)
+    elif not path.suffix:
+        folders.write(path, module.state_dict())
     else:
         trainer = quiet_trainer("auto", 1)
         trainer.strategy.connect(module)
@@ -204,7 +207,7 @@ def _file(path: Path, kind: type[Module] = Module, **options: Any) -> dict[str, 
     return {key: value.clone() for key, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize(("layout", "name"), [("tensor", "w.safetensors"), ("pipeline", "w.ckpt")])
+@pytest.mark.parametrize(("layout", "name"), [("tensor", "w.safetensors"), ("pipeline", "w.ckpt"), ("zero3", "folder")])
 def test_what_nothing_initialises_comes_from_the_file(layout: str, name: str, tmp_path: Path) -> None:
     """A model on the meta device with parameters and buffers that have no initialiser."""
     state = _file(tmp_path / name)
@@ -216,12 +219,13 @@ def test_what_nothing_initialises_comes_from_the_file(layout: str, name: str, tm
 def test_what_does_not_fit_is_named_on_all_ranks(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     state = _file(path)
-    for options, said in (
-        ({"classes": 6}, "'head.weight' with the shape (5, 8); 'head.weight' needs (6, 8)"),
-        ({"extra": True}, "missing 'more'"),
+    for options, meta, said in (
+        ({"classes": 6}, False, "'head.weight' with the shape (5, 8); 'head.weight' needs (6, 8)"),
+        ({"extra": True}, False, "missing 'more'"),
+        ({"extra": True, "strict": False}, True, "'more' was built on the meta device"),
     ):
         with pytest.raises(RanksFailed) as caught:
-            launch_ranks(_starts, *LAYOUTS["pipeline"], str(path), False, options)
+            launch_ranks(_starts, *LAYOUTS["pipeline"], str(path), meta, options)
         assert len(caught.value.tracebacks) == 2
         assert all(said in text for text in caught.value.tracebacks.values()), caught.value
     del state["head.weight"], state["head.bias"]
