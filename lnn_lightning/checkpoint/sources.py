@@ -90,10 +90,8 @@ class Folder:
         self._summed = ours.get("format", 1) > 1
         known = tensor_names(path)
         self._known = {key.removeprefix(_STATE): what for key, what in known.items() if key.startswith(_STATE)}
-        values = {
-            key.removeprefix(_STATE): each for key, each in ours.get("values", {}).items() if key.startswith(_STATE)
-        }
-        self._numbers = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+        numbers = {key: value for key, value in ours.get("values", {}).items() if isinstance(value, Tensor)}
+        self._numbers = {key.removeprefix(_STATE): each for key, each in numbers.items() if key.startswith(_STATE)}
         self._known |= {key: (tuple(value.shape), value.dtype) for key, value in self._numbers.items()}
         self._tied = {key: first for key, first in ours.get("tied", {}).items() if first in self._known}
 

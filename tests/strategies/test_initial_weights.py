@@ -216,6 +216,26 @@ def test_what_nothing_initialises_comes_from_the_file(layout: str, name: str, tm
         assert all(torch.equal(found[key], value) for key, value in state.items())
 
 
+def _starts_again(rank: int, world_size: int, layout: dict[str, Any], path: str, saved: str) -> bool:
+    ends = []
+    for steps, ckpt_path in ((1, None), (2, saved)):
+        start = Start()
+        strategy = PTDPStrategy(**layout, initial_weights=path)
+        trainer = quiet_trainer(strategy, world_size, callbacks=[start], max_steps=steps, max_epochs=-1)
+        trainer.fit(Module(), datamodule=Data(_batches(), 8), ckpt_path=ckpt_path)
+        ends.append((start.state, strategy.full_state_dict()))
+        if ckpt_path is None:
+            trainer.save_checkpoint(saved)
+    after, again = ends[0][1], ends[1][0]
+    return all(torch.equal(again[key], value) for key, value in after.items())
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    _file(tmp_path / "w.safetensors")
+    files = str(tmp_path / "w.safetensors"), str(tmp_path / "one.ckpt")
+    assert launch_ranks(_starts_again, *LAYOUTS["zero3"], *files) == [True, True]
+
+
 def test_what_does_not_fit_is_named_on_all_ranks(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     state = _file(path)
