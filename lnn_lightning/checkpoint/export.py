@@ -5,6 +5,7 @@ Tensors are read and written one after the other, so the model need not fit into
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ from lnn_lightning.checkpoint.distributed import (
     tensor_names,
 )
 from lnn_lightning.checkpoint.errors import CheckpointError
+from lnn_lightning.checkpoint.folder import beside, put_in_place, remove, sync_folder
 from lnn_lightning.checkpoint.hub import bytes_of, write_file, write_folder
 from lnn_lightning.checkpoint.pieces import whole_tensor
 from lnn_lightning.checkpoint.sources import Folder, Known, open_source
@@ -67,14 +69,14 @@ def export(
     checkpoint, out = Path(checkpoint), Path(out)
     format = format or ("lightning" if out.suffix in (".ckpt", ".pt", ".pth") else "safetensors")
     is_file = format == "lightning" or out.suffix == ".safetensors"
-    for said, option in ((max_shard_size, "--max-shard-size"), (config, "--config")):
-        if said is not None and is_file:
+    for given, option in ((max_shard_size, "--max-shard-size"), (config, "--config")):
+        if given is not None and is_file:
             raise CheckpointError(f"{option} is for a folder of safetensors; {out} is to be one file.")
     if config is not None and not Path(config).is_file():
         raise CheckpointError(f"There is no file {config}.")
     _check_place(out, checkpoint, is_file, overwrite)
-    new = out.with_name(f".{out.name}.exporting")
-    _remove(new)
+    new = beside(out)
+    remove(new)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if format == "lightning":
@@ -85,9 +87,9 @@ def export(
             said = _write_safetensors(checkpoint, new, is_file, size_of(max_shard_size or "5GB"), prefix)
             if config is not None:
                 shutil.copyfile(config, new / "config.json")
-        _put_in_place(new, out)
+        _put_in_place(out)
     finally:
-        _remove(new)
+        remove(new)
     return f"{out}: {said}"
 
 
@@ -246,22 +248,16 @@ def _check_place(out: Path, checkpoint: Path, is_file: bool, overwrite: bool) ->
         raise CheckpointError(f"{out} is a folder that is no export: it is not overwritten.")
 
 
-def _put_in_place(new: Path, out: Path) -> None:
-    if out.is_dir() and not out.is_symlink():
-        old = out.with_name(f".{out.name}.replaced")
-        _remove(old)
-        out.rename(old)
-        new.rename(out)
-        _remove(old)
-    else:
+def _put_in_place(out: Path) -> None:
+    new = beside(out)
+    for file in [new] if new.is_file() else new.iterdir():
+        with open(file, "rb") as written:
+            os.fsync(written.fileno())
+    if new.is_file():
         new.replace(out)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        sync_folder(out.parent)
     else:
-        path.unlink(missing_ok=True)
+        put_in_place(out)
 
 
 def _readable(path: Path) -> str:

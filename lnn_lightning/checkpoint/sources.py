@@ -10,6 +10,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,8 +111,8 @@ class Folder:
             first = self._tied.get(name, name)
             if first in self._numbers:
                 fill(pieces, self._numbers[first].__getitem__)
-            else:
-                by_first.setdefault(_STATE + first, []).append(pieces)
+            elif some := tuple(piece for piece in pieces.pieces if piece.value.numel()):
+                by_first.setdefault(_STATE + first, []).append(replace(pieces, pieces=some))
         while by_first:  # twice only if several names of one tensor are wanted
             read_pieces(self.path, {name: each.pop() for name, each in by_first.items()})
             by_first = {name: each for name, each in by_first.items() if each}
