@@ -130,6 +130,10 @@ class ResumeHooks(MeshStrategy):
         for part in MODULE_STATES:
             if part in checkpoint:
                 checkpoint[part] = self._own_parts(checkpoint[part])
+        plugin = type(self.precision_plugin)  # ours is a subclass of Lightning's, under whose name its state is
+        for kind in plugin.__mro__:
+            if kind.__qualname__ in checkpoint:
+                checkpoint[plugin.__qualname__] = checkpoint[kind.__qualname__]
         return checkpoint
 
     def _read_state(
