@@ -21,6 +21,7 @@ from lnn_lightning.checkpoint import (
     tensor_names,
 )
 from lnn_lightning.checkpoint.distributed import CheckpointError
+from lnn_lightning.checkpoint.shared_folder import check_seen, check_shared
 from lnn_lightning.parallel.data.shards import is_sharded, piece_of, sharded_like, whole_of
 from lnn_lightning.parallel.layout import TENSOR
 from lnn_lightning.parallel.step.standin import is_stand_in
@@ -101,6 +102,7 @@ class CheckpointHooks(MeshStrategy):
         if storage_options is not None:
             raise TypeError("`Trainer.save_checkpoint(..., storage_options=...)` is not supported by this strategy.")
         path = self.broadcast(str(filepath))
+        check_shared(Path(path).parent)
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
         names = self.engine.residence.name_of_key()
@@ -131,6 +133,7 @@ class CheckpointHooks(MeshStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(str(checkpoint_path)))
+        check_seen(path)
         if not path.exists():
             raise FileNotFoundError(f"There is no checkpoint at {path} (rank {self.global_rank}).")
         if not is_distributed_checkpoint(path):
