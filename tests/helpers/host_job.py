@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 STEPS = 3
-"""Batches of each training; one layout after the other goes on where the last has stopped."""
+"""Batches of each epoch; every layout trains one and saves, the next goes on from there."""
 
 BATCH = 8
 
@@ -57,7 +57,7 @@ class Tiny(pl.LightningModule):
 
 def data(batches: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(batches * BATCH, 6, generator=generator, dtype=torch.float64)
+    x = torch.stack([torch.randn(6, generator=generator, dtype=torch.float64) for _ in range(batches * BATCH)])
     return TensorDataset(x, (x.sum(dim=1) > 0).long() + (x[:, 0] > 1).long())
 
 
@@ -76,21 +76,19 @@ def reference(batches: int) -> list[float]:
 
 
 class Shares(pl.LightningDataModule):
-    """Each data rank's share of every batch of one training after another."""
+    """Each data rank's share of the batches of one epoch."""
 
-    def __init__(self, phase: int, phases: int) -> None:
+    def __init__(self, epoch: int) -> None:
         super().__init__()
-        self.phase, self.phases = phase, phases
+        self.epoch = epoch
 
     def train_dataloader(self) -> DataLoader:
         strategy = self.trainer.strategy
         rank, size = strategy.data_parallel_rank, strategy.data_parallel_size
         step = BATCH // size
-        x, y = data(self.phases * STEPS).tensors
-        batches = [
-            (x[at + rank * step : at + (rank + 1) * step], y[at + rank * step : at + (rank + 1) * step])
-            for at in range(0, len(x), BATCH)
-        ]
+        x, y = data((self.epoch + 1) * STEPS).tensors
+        starts = range(self.epoch * STEPS * BATCH + rank * step, len(x), BATCH)
+        batches = [(x[at : at + step], y[at : at + step]) for at in starts]
         return DataLoader(batches, batch_size=None, collate_fn=_as_is)  # type: ignore[arg-type]
 
 
@@ -107,7 +105,6 @@ def make_trainer(job: dict[str, Any], layout: dict[str, Any], **options: Any) ->
         num_nodes=job["nodes"],
         strategy=PTDPStrategy(**layout),
         precision="64-true",
-        max_epochs=1,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
@@ -121,13 +118,13 @@ def main(job: dict[str, Any]) -> None:
     shared_folder.PATIENCE = 0.5
     folder = Path(job["shared"])
     result: dict[str, Any] = {"host": socket.gethostname(), "losses": [], "errors": {}}
-    previous, phases = None, len(job["layouts"])
+    previous = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for phase, layout in enumerate(job["layouts"]):
-            trainer = make_trainer(job, layout, max_steps=(phase + 1) * STEPS)
+            trainer = make_trainer(job, layout, max_epochs=phase + 1)
             module = Tiny()
-            trainer.fit(module, datamodule=Shares(phase, phases), ckpt_path=previous)
+            trainer.fit(module, datamodule=Shares(phase), ckpt_path=previous)
             previous = str(folder / f"{job['name']}-{phase}.ckpt")
             trainer.save_checkpoint(previous)
             result["losses"].append(module.losses)
@@ -147,11 +144,11 @@ def on_a_private_disk(job: dict[str, Any], trainer: pl.Trainer, good: Path) -> d
     if trainer.global_rank == 0:
         shutil.copytree(good, private / "last" / "last.ckpt")
     strategy.barrier()
-    steps = (len(job["layouts"]) + 1) * STEPS
+    epochs = len(job["layouts"]) + 1
 
     def fit(path: str, **options: Any) -> None:
-        other = make_trainer(job, layout, max_steps=steps, **options)
-        other.fit(Tiny(), datamodule=Shares(0, len(job["layouts"]) + 1), ckpt_path=path)
+        other = make_trainer(job, layout, max_epochs=epochs, **options)
+        other.fit(Tiny(), datamodule=Shares(len(job["layouts"])), ckpt_path=path)
 
     errors["load"] = _error_of(lambda: fit(str(private / "last" / "last.ckpt")))
     callback = pl.callbacks.ModelCheckpoint(private / "last", save_last=True)

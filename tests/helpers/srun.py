@@ -1,7 +1,7 @@
 """A stand-in for SLURM: `sbatch` that reads the lines of the script, and `srun` that starts the tasks on the hosts.
 
-Only what the tests need: `--nodes` and `--ntasks-per-node` in the script, variables as SLURM sets them, one task a line of
-work, all tasks ended when one fails (`--kill-on-bad-exit`). The batch script runs outside of the hosts, the tasks in them.
+Only what the tests need: `--nodes` and `--ntasks-per-node` in the script, variables as SLURM sets them, and all tasks
+ended when one fails (`--kill-on-bad-exit`). The batch script runs outside of the hosts, the tasks in them.
 """
 
 import contextlib
