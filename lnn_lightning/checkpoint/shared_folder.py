@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lnn_lightning.checkpoint.distributed import CheckpointError
+from lnn_lightning.checkpoint.errors import CheckpointError
 from lnn_lightning.parallel.hosts import Host, hosts_in_words, hosts_of
 
 PATIENCE = 20.0
