@@ -95,7 +95,7 @@ def check_seen(path: str | Path, group: ProcessGroup | None = None, patience: fl
     if len(set(marks)) > 1:
         other = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
         raise CheckpointError(
-            f"{path} is not the same checkpoint on all hosts: {hosts_in_words(hosts, other)} have another than "
+            f"{path} is not the same checkpoint on all hosts: on {hosts_in_words(hosts, other)} is another than on "
             f"{hosts[0].name} (rank 0), or it was being written. Use one that all hosts share, or remove the old "
             "copies."
         )

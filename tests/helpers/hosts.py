@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,26 +28,27 @@ class Host:
     namespace: str
     prefix: tuple[str, ...]
 
-    def start(
-        self,
-        command: Sequence[str | Path],
-        environment: Mapping[str, str] | None = None,
-        private: Path | None = None,
-        output: Path | None = None,
-    ) -> subprocess.Popen[bytes]:
-        """Start a command here, in a process group of its own; over `private` lies a disk that only it sees."""
-        hidden = f"mount -t tmpfs none {shlex.quote(str(private))}; " if private is not None else ""
-        inner = ["sh", "-ec", f'{hidden}exec "$@"', "sh", *map(str, command)]
-        with open(output, "wb") if output is not None else contextlib.nullcontext(subprocess.DEVNULL) as sink:
-            return subprocess.Popen(
-                [*self.prefix, *inner],
-                env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    def start(self, command: Sequence[str | Path], output: Path, **environment: str) -> subprocess.Popen[bytes]:
+        """Start a command here."""
+        return start([*self.prefix, *map(str, command)], output, **environment)
+
+    def with_disk(self, path: Path) -> tuple[str, ...]:
+        """The prefix for commands that have a disk of their own over a path."""
+        return (*self.prefix, "sh", "-ec", f'mount -t tmpfs none {shlex.quote(str(path))}; exec "$@"', "sh")
+
+
+def start(command: Sequence[str], output: Path, **environment: str) -> subprocess.Popen[bytes]:
+    """Start a command from the root of the checkout, in a process group of its own."""
+    with open(output, "wb") as sink:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 @functools.cache

@@ -19,9 +19,9 @@ _HOSTS = "STAND_IN_HOSTS"
 
 
 def srun_environment(
-    folder: Path, hosts: Sequence[Sequence[str]], tasks_per_node: int, job_id: int, name: str = "tests"
+    folder: Path, hosts: Sequence[Sequence[str]], tasks_per_node: int, job_id: int, submitted: Path
 ) -> dict[str, str]:
-    """Variables of a batch job on the hosts, given as prefixes of commands; `srun` is on the path of it."""
+    """Variables of a batch job on the hosts, given as prefixes of commands; `srun` is on its path, from `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     srun = folder / "srun"
     srun.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).resolve()}" "$@"\n')
@@ -32,7 +32,7 @@ def srun_environment(
         _HOSTS: json.dumps([list(prefix) for prefix in hosts]),
         "SLURM_JOB_ID": str(job_id),
         "SLURM_JOBID": str(job_id),
-        "SLURM_JOB_NAME": name,
+        "SLURM_JOB_NAME": "tests",
         "SLURM_NNODES": str(nodes),
         "SLURM_JOB_NUM_NODES": str(nodes),
         "SLURM_NODELIST": f"node[0-{nodes - 1}]" if nodes > 1 else "node0",
@@ -41,7 +41,7 @@ def srun_environment(
         "SLURM_NPROCS": str(nodes * tasks_per_node),
         "SLURM_NTASKS_PER_NODE": str(tasks_per_node),
         "SLURM_TASKS_PER_NODE": f"{tasks_per_node}(x{nodes})" if nodes > 1 else str(tasks_per_node),
-        "SLURM_SUBMIT_DIR": os.getcwd(),
+        "SLURM_SUBMIT_DIR": str(submitted),
     }
 
 
