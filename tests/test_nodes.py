@@ -5,18 +5,22 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lnn_lightning.checkpoint import load_full_state_dict
+from lnn_lightning.parallel.connect import ConnectError
 from tests.helpers import host_job
-from tests.helpers.hosts import ROOT, Host, finish, start, two_hosts, why_not
+from tests.helpers.hosts import ROOT, Host, finish, need_namespaces, start, two_hosts
+from tests.helpers.ranks import launch_ranks
 from tests.helpers.srun import options_of, srun_environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=why_not() or "")]
+pytestmark = pytest.mark.slow
 Ranks = list[dict[str, Any]]
 PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
 WITH_PYTHON = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -25,6 +29,7 @@ LIMIT = 120
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[Host, Host]]:
+    need_namespaces()
     with two_hosts() as both:
         yield both
 
@@ -113,6 +118,23 @@ def test_a_disk_that_is_not_shared(slurm_ranks: Ranks, what: str, words: list[st
     for each in words:
         assert each in first
     assert ".shared-" not in slurm_ranks[0]["errors"]["left"]
+
+
+def _fit_alone(rank: int, world_size: int) -> str:
+    os.environ["WORLD_SIZE"] = "2"
+    job = {"devices": 1, "nodes": 2}
+    try:
+        host_job.make_trainer(job, {"timeout": timedelta(seconds=2)}).fit(host_job.Tiny())
+    except ConnectError as error:
+        return str(error)
+    return ""
+
+
+def test_a_node_that_never_comes() -> None:
+    start = time.monotonic()
+    (text,) = launch_ranks(_fit_alone, 1)
+    assert "1 of 2 processes did not come within 2 s: rank 1." in text
+    assert time.monotonic() - start < 30
 
 
 # ------------------------------------------------------------------------------------------------ examples/cluster

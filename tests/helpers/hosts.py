@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -67,6 +69,12 @@ def why_not() -> str | None:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
         return f"no network namespaces here: {error} {said}"
     return None
+
+
+def need_namespaces() -> None:
+    """Skip the test where hosts cannot be made."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
 
 
 @contextlib.contextmanager
