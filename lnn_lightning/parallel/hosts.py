@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,13 @@ class Host:
             mounts = os.stat("/proc/self/ns/mnt").st_ino
         return cls(socket.gethostname(), machine, mounts)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, from which ``Host(**values)`` makes it again."""
-        return asdict(self)
+
+@dataclass(frozen=True)
+class Presence:
+    """What a rank tells of itself: its host, and its address on the way to rank 0."""
+
+    host: Host
+    address: str
 
 
 def hosts_of(group: ProcessGroup | None) -> list[Host]:
@@ -61,7 +65,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     return f"{'ranks' if several else 'rank'} {', '.join(texts)}"
 
 
-def hosts_in_words(hosts: Sequence[Host], ranks: Iterable[int]) -> str:
+def hosts_in_words(hosts: Sequence[Host] | Mapping[int, Host], ranks: Iterable[int]) -> str:
     """The hosts of some ranks, each with those ranks: ``node1 (ranks 2, 3)``."""
     on: dict[Host, list[int]] = {}
     for rank in ranks:

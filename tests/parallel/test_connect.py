@@ -8,9 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from lnn_lightning.parallel.connect import ConnectError, Presence, choose_gloo_interface, connect
-from lnn_lightning.parallel.hosts import Host
+from lnn_lightning.parallel.connect import ConnectError, connect
+from lnn_lightning.parallel.hosts import Host, Presence
+from lnn_lightning.parallel.interface import choose_gloo_interface
 from tests.helpers.ranks import free_port
 
 
@@ -41,6 +43,29 @@ def test_all_come() -> None:
         assert everyone == [Presence(Host.here(), "127.0.0.1")] * 3
         store.set("key", "value")
         assert choose_gloo_interface(everyone, 0) is None  # one host
+
+
+def test_a_store_that_outlives_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun's agent: a second start meets anew, whoever comes first, and sees nothing of the first."""
+    port = free_port()
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+
+    def come(rank: int, delay: float) -> Any:
+        time.sleep(delay)
+        store, everyone = connect("127.0.0.1", port, rank, 3, timedelta(seconds=5))
+        store.set(f"of{rank}", "")
+        return store, len(everyone)
+
+    for delays in ([0, 0, 0], [0, 0.3, 0.6], [0.6, 0.3, 0]):
+        answers = together(*(lambda rank=rank, delay=delay: come(rank, delay) for rank, delay in enumerate(delays)))
+        assert [count for _, count in answers] == [3] * 3
+        assert all(store.check(["of0", "of1", "of2"]) and not store.check(["old"]) for store, _ in answers)
+        answers[0][0].set("old", "")
+    # one of the first start is not there any more: what it told then does not stand for it
+    late = together(*(lambda rank=rank: connect("127.0.0.1", port, rank, 3, timedelta(seconds=1)) for rank in (0, 2)))
+    assert all("1 of 3 processes did not come within 1 s: rank 1." in str(error) for error in late)
+    del server
 
 
 def test_a_node_that_never_comes_is_named() -> None:
