@@ -189,6 +189,6 @@ def _unreachable(address: str, port: int, rank: int, timeout: timedelta) -> str:
         else:
             reason += ": is rank 0 running there, and does a firewall let the port through?"
     return (
-        f"Rank {rank} cannot reach rank 0 at {address}:{port} within {timeout.total_seconds():.0f} s: {reason}. With "
-        "torchrun, MASTER_ADDR is what `--local-addr` of the first node says (`--master-addr` without a rendezvous)."
+        f"Rank {rank} cannot reach rank 0 at {address}:{port} within {timeout.total_seconds():.0f} s: {reason}. Under "
+        "torchrun MASTER_ADDR is what `--local-addr` of the first node says (docs/cluster.md)."
     )

@@ -1,7 +1,7 @@
 """The network interface that gloo listens on.
 
-By itself gloo listens where the host's own name points to: on many machines that is the loopback, where no other host can
-reach it. The interface on the way to the other hosts is the right one.
+By itself gloo listens where the host's own name points to: on many machines that is the loopback, where no other host
+can reach it. The interface on the way to the other hosts is the right one.
 """
 
 from __future__ import annotations
