@@ -20,6 +20,7 @@ from lnn_lightning.checkpoint.distributed import read_pieces
 from lnn_lightning.checkpoint.folder import repair
 from lnn_lightning.checkpoint.manifest import MANIFEST, newest_first, verify
 from lnn_lightning.checkpoint.pieces import Pieces
+from lnn_lightning.checkpoint.shared_folder import check_seen
 from lnn_lightning.parallel.data.shards import is_sharded, local_of, piece_of, sharded_like
 from lnn_lightning.parallel.step.standin import is_stand_in
 from lnn_lightning.strategies.mesh import MeshStrategy
@@ -74,6 +75,7 @@ class ResumeHooks(MeshStrategy):
         if self.is_global_zero:
             repair(path)
         self.barrier()
+        check_seen(path)
         problem = self._problem(path)
         if problem is None:
             return path
