@@ -10,6 +10,8 @@ from lnn_lightning import PTDPStrategy
 from lnn_lightning.checkpoint.export import export
 from tests.checkpoint import plain
 from tests.helpers.ranks import launch_ranks
+from tests.strategies.test_ptdp import _from_one_process, assert_same_state
+from tests.strategies.test_resharding import processes
 
 ZERO3: dict[str, Any] = {"data_parallel_size": 2, "zero_stage": 3}
 
@@ -23,6 +25,23 @@ def trains(
     trainer = plain.trainer(strategy, world_size, seen, steps, folder)
     trainer.fit(module, datamodule=plain.Batches(), ckpt_path=ckpt_path)
     return plain.outcome(seen, getattr(trainer.strategy, "full_state_dict", module.state_dict)())
+
+
+def test_pl_16815_pl_19585_resumed_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """Two sharded ranks go on as four and as three of other kinds, and as one: every rank is fed the same samples."""
+    path = str(tmp_path / "half.ckpt")
+    losses, rates, state = launch_ranks(_from_one_process, 1, None, 4, "", "")[0]
+    launch_ranks(_from_one_process, 2, {"microbatches": 2, **ZERO3}, 2, path, "")
+    for layout in (
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        {"data_parallel_size": 3, "zero_stage": 2},
+        {},
+    ):
+        world_size = processes(layout)
+        for found in launch_ranks(_from_one_process, world_size, {"microbatches": 2, **layout}, 4, "", path):
+            assert found[0] == pytest.approx(losses[10:], rel=1e-9)
+            assert found[1] == pytest.approx(rates[10:], rel=1e-12)
+            assert_same_state(found[2], state, 1e-9)
 
 
 def test_pl_21357_one_file_of_a_sharded_model_loads_both_ways(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The commands in the documentation are run as they stand, one after the other, on a smaller model."""
+"""The commands in the documentation run as they stand, with a smaller model and two processes."""
 
 import re
 import shlex
@@ -11,6 +11,13 @@ import yaml
 from tests.test_cli import ROOT, run, workplace
 
 __all__ = ["workplace"]
+
+
+SMALL_LAYOUTS = {
+    "gpt_pipeline.yaml": {"pipeline_parallel_size": 2, "data_parallel_size": 1},
+    "gpt_ptdp.yaml": {"pipeline_parallel_size": 1, "tensor_parallel_size": 2},
+}
+"""Processes cost seconds each to start here: two of them for a run."""
 
 
 def commands(page: Path) -> list[str]:
@@ -26,7 +33,10 @@ def small_configs(folder: Path) -> None:
         config = yaml.safe_load(path.read_text())
         config["model"]["init_args"] |= {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
         config["data"]["init_args"] |= {"folder": "text", "block_size": 16}
-        config["trainer"] |= {"limit_val_batches": 2, "enable_progress_bar": False}
+        config["trainer"] |= {"limit_val_batches": 2}
+        if path.name in SMALL_LAYOUTS:
+            config["trainer"]["devices"] = 2
+            config["trainer"]["strategy"]["init_args"] |= SMALL_LAYOUTS[path.name]
         (folder / "configs" / path.name).write_text(yaml.safe_dump(config))
 
 
