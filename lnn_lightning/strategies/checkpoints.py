@@ -18,7 +18,7 @@ from lnn_lightning.checkpoint.background import BackgroundWriter
 from lnn_lightning.checkpoint.distributed import packed, together
 from lnn_lightning.checkpoint.folder import remove
 from lnn_lightning.checkpoint.pieces import Pieces
-from lnn_lightning.checkpoint.shared_folder import check_shared
+from lnn_lightning.parallel.shared_folder import check_shared
 from lnn_lightning.parallel.step.standin import is_stand_in
 from lnn_lightning.strategies.positions import random_state, take_loader_states
 from lnn_lightning.strategies.resuming import MODULE_STATES, OURS, ResumeHooks, plain_optimizer, sharded_leaf

@@ -29,7 +29,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lnn_lightning.checkpoint.shared_folder import check_same_found
+from lnn_lightning.parallel.shared_folder import check_same_found
 from lnn_lightning.parallel.connect import connect
 from lnn_lightning.parallel.hosts import hosts_of, split_group_warning
 from lnn_lightning.parallel.interface import choose_gloo_interface
