@@ -29,11 +29,11 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lnn_lightning.parallel.shared_folder import check_same_found
 from lnn_lightning.parallel.connect import connect
 from lnn_lightning.parallel.hosts import hosts_of, split_group_warning
 from lnn_lightning.parallel.interface import choose_gloo_interface
 from lnn_lightning.parallel.layout import DATA, PIPELINE, Mesh, resolve_layout
+from lnn_lightning.parallel.shared_folder import check_same_found
 from lnn_lightning.strategies.slurm import check_tasks, note_tasks_per_node
 
 

@@ -20,8 +20,8 @@ from lnn_lightning.checkpoint.distributed import read_pieces
 from lnn_lightning.checkpoint.folder import repair
 from lnn_lightning.checkpoint.manifest import MANIFEST, newest_first, verify
 from lnn_lightning.checkpoint.pieces import Pieces
-from lnn_lightning.parallel.shared_folder import check_seen
 from lnn_lightning.parallel.data.shards import is_sharded, local_of, piece_of, sharded_like
+from lnn_lightning.parallel.shared_folder import check_seen
 from lnn_lightning.parallel.step.standin import is_stand_in
 from lnn_lightning.strategies.mesh import MeshStrategy
 from lnn_lightning.strategies.positions import (
