@@ -119,7 +119,9 @@ class ResumeHooks(MeshStrategy):
         for part in MODULE_STATES:
             if part == "state_dict" or any(name.startswith(f"{part}.") for name in names):
                 checkpoint[part] = self._read_state(path, part, ours, names)
-        checkpoint["optimizer_states"] = [{"index": i, "path": str(path)} for i in range(len(ours["optimizer_groups"]))]
+        states = [{"index": index, "path": str(path)} for index in range(len(ours["optimizer_groups"]))]
+        if states or "callbacks" in checkpoint:  # else it has weights alone, and Lightning says so
+            checkpoint["optimizer_states"] = states
         self._find_position(checkpoint, ours)
         return checkpoint
 

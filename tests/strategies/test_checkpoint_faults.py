@@ -59,7 +59,7 @@ def train(
         world_size,
         max_steps=steps,
         callbacks=callbacks,
-        enable_checkpointing=True,
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
         use_distributed_sampler=False,
         **{"max_epochs": -1, **options},
     )
@@ -214,6 +214,21 @@ def test_a_checkpoint_plugin_that_would_never_be_asked_is_refused(tmp_path: Path
     assert launch_ranks(_plugin, 1, str(tmp_path / "b"), AsyncCheckpointIO()) == [6]
     with pytest.raises(RanksFailed, match="XLACheckpointIO would never be asked"):
         launch_ranks(_plugin, 1, str(tmp_path / "c"), object.__new__(XLACheckpointIO))
+
+
+def _weights_only(rank: int, world_size: int, folder: str) -> str:
+    trainer, _ = train(world_size, PIPELINE, folder, callbacks=[])
+    trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    try:
+        train(world_size, PIPELINE, folder, f"{folder}/weights.ckpt", callbacks=[])
+    except KeyError as error:
+        return str(error)
+    return ""
+
+
+def test_training_does_not_go_on_from_weights_alone(tmp_path: Path) -> None:
+    for said in launch_ranks(_weights_only, 2, str(tmp_path)):
+        assert "checkpoint contains only the model" in said
 
 
 class _Odd:
