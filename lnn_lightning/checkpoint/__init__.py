@@ -8,8 +8,10 @@ from lnn_lightning.checkpoint.distributed import (
     save_checkpoint,
     tensor_names,
 )
+from lnn_lightning.checkpoint.errors import CheckpointError
 
 __all__ = [
+    "CheckpointError",
     "is_distributed_checkpoint",
     "load_full_state_dict",
     "load_metadata",

@@ -1,16 +1,16 @@
 """A checkpoint as a folder: tensors by ``torch.distributed.checkpoint``, everything else in ``meta.pt``.
 
-Each rank writes what it holds, under the user's names; a tensor that several ranks hold is written once. Nothing is
-ever unpickled freely: tensors and ``meta.pt`` load with ``weights_only=True``, and the index of the folder through an
-unpickler that knows a handful of plain data classes.
+Each rank writes the slices it holds, under the user's names; a slice that several ranks hold is written once. Nothing
+is ever unpickled freely: tensors and ``meta.pt`` load with ``weights_only=True``, and the index of the folder through
+an unpickler that knows a handful of plain data classes.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
-import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from lnn_lightning.checkpoint.errors import CheckpointError
+from lnn_lightning.checkpoint.folder import beside, put_in_place, remove, sync_folder
+from lnn_lightning.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    SummingFileSystem,
+    read_manifest,
+    sum_of_file,
+    write_manifest,
+)
+from lnn_lightning.checkpoint.pieces import Pieces, whole_tensor
 
 _INDEX = ".metadata"
 _META = "meta.pt"
@@ -46,10 +60,6 @@ _ALLOWED = {
 }
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint is missing, incomplete or not one of ours."""
-
-
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
@@ -59,52 +69,126 @@ class _IndexUnpickler(pickle.Unpickler):
 
 class _SafeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / _INDEX, "rb") as file:
-            metadata = _IndexUnpickler(file).load()
+        file = Path(self.path) / _INDEX
+        try:
+            with open(file, "rb") as stream:
+                metadata = _IndexUnpickler(stream).load()
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{file} is missing: the checkpoint is not complete.") from error
+        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{file} is damaged: {error}") from error
         if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{self.path}/{_INDEX} is no index of a checkpoint.")
+            raise CheckpointError(f"{file} is no index of a checkpoint.")
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
+class _Saving(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].at(index.offset)
+
+
+class _Loading(DefaultLoadPlanner):
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].at(index.offset)
+
+
 def is_distributed_checkpoint(path: str | Path) -> bool:
-    """Whether a path is a folder written by :func:`save_checkpoint`."""
-    return (Path(path) / _META).is_file()
+    """Whether a path is a folder written by :func:`save_checkpoint`, complete or not."""
+    return any((Path(path) / name).is_file() for name in (_META, MANIFEST, _INDEX))
 
 
-def save_checkpoint(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Writes a checkpoint folder. Collective over all ranks.
+def save_checkpoint(
+    path: str | Path,
+    tensors: Mapping[str, Tensor | Pieces],
+    metadata: Mapping[str, Any],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Writes a checkpoint folder. Collective over the ranks of the group.
 
-    It is written beside its place and renamed when it is complete: one that was there stands until then.
+    It is written beside its place, brought to the disk, and moved to its place when it is complete: one that was there
+    stands until then.
 
     Args:
         path: the folder.
         tensors: what this rank holds, by name.
         metadata: everything else; rank 0's is written.
+        group: ranks that write, with a backend for tensors on the CPU; None: all.
+
+    Raises:
+        CheckpointError: some rank could not write; what was at the path is untouched.
     """
     folder = Path(path)
-    new, old = folder.with_name(f".{folder.name}.saving"), folder.with_name(f".{folder.name}.replaced")
-    if dist.get_rank() == 0:
-        for leftover in (new, old):
-            _remove(leftover)
-        new.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(dict(tensors), storage_writer=FileSystemWriter(new))
-    if dist.get_rank() == 0:
-        torch.save(dict(metadata), new / _META)
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-        _remove(old)
-    dist.barrier()
+    new = beside(folder)
+    first = dist.get_rank(group) == 0
+    writer = FileSystemWriter(new)
+    writer.fs = SummingFileSystem()
+
+    def start() -> None:
+        if first:
+            remove(new)
+            new.mkdir(parents=True)
+
+    def write_meta() -> None:
+        if first:
+            with open(new / _META, "wb") as file:
+                torch.save(dict(metadata), file)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def finish(records: list[dict[str, FileRecord]]) -> None:
+        if first:
+            files = {name: record for each in records for name, record in each.items()}
+            write_manifest(new, {**files, _META: sum_of_file(new / _META)})
+            sync_folder(new)
+            put_in_place(folder)
+
+    try:
+        _together(start, folder, group)
+        entries = {name: whole_tensor(each) if isinstance(each, Tensor) else each for name, each in tensors.items()}
+        try:
+            planner = _Saving(flatten_state_dict=False, flatten_sharded_tensors=False)
+            dcp.save(entries, storage_writer=writer, planner=planner, process_group=group)
+        except CheckpointException as error:
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise CheckpointError(_not_written(folder, rank, cause)) from error
+        _together(write_meta, folder, group)
+        records: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(records, writer.fs.records, group=group)
+        _together(lambda: finish(records), folder, group)
+    except CheckpointError:
+        if first:
+            try:
+                remove(new)
+            except OSError:  # the disk is gone; the next save tries again
+                pass
+        raise
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _together(act: Callable[[], None], folder: Path, group: dist.ProcessGroup | None) -> None:
+    """A part of saving on all ranks: if it fails on one, all of them raise."""
+    failure = None
+    try:
+        act()
+    except (OSError, RuntimeError) as error:
+        failure = f"{type(error).__name__}: {error}"
+    failures: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group=group)
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise CheckpointError(_not_written(folder, rank, text))
+
+
+def _not_written(folder: Path, rank: int, cause: Any) -> str:
+    text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
+    return (
+        f"The checkpoint {folder} could not be written. Rank {rank} says: {text}\n"
+        "Checkpoints that were complete before are untouched."
+    )
 
 
 def load_metadata(path: str | Path) -> dict[str, Any]:
@@ -117,12 +201,17 @@ def load_metadata(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError(f"{path} is no checkpoint folder of lnn_lightning: it has no {_META}.")
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        metadata: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{file} holds an object that cannot be loaded safely: {error} Save plain values (numbers, strings, lists, "
             "dicts, tensors) as hyper-parameters and in `on_save_checkpoint`."
         ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
+    if metadata.get("lnn_lightning", {}).get("format", 1) > 1:  # the first format had no list of its files
+        read_manifest(Path(path))
+    return metadata
 
 
 def tensor_names(path: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -135,8 +224,33 @@ def tensor_names(path: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dty
     }
 
 
+def read_pieces(path: str | Path, wanted: Mapping[str, Pieces]) -> None:
+    """Fills slices from a checkpoint, in place; every rank reads what it asks for and nothing else.
+
+    Raises:
+        CheckpointError: the checkpoint does not have one of them, or in another shape.
+    """
+    if not wanted:
+        return
+    known = tensor_names(path)
+    for name, pieces in wanted.items():
+        if name not in known:
+            missing = sum(each not in known for each in wanted)
+            raise CheckpointError(f"{path} has no {name!r} ({missing} of {len(wanted)} tensors are missing).")
+        if known[name][0] != pieces.shape:
+            raise CheckpointError(f"{name!r} has the shape {known[name][0]} in {path} and {pieces.shape} here.")
+    with warnings.catch_warnings():  # torch remarks that this process reads by itself
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            planner = _Loading(flatten_state_dict=False, flatten_sharded_tensors=False)
+            dcp.load(dict(wanted), storage_reader=_SafeReader(path), planner=planner, no_dist=True)
+        except CheckpointException as error:
+            cause, _ = next(iter(error.failures.values()))
+            raise CheckpointError(f"{path} cannot be read: {type(cause).__name__}: {cause}") from error
+
+
 def load_tensors(path: str | Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Reads some tensors of a checkpoint into CPU memory; every rank reads what it asks for.
+    """Reads some tensors of a checkpoint, whole, into CPU memory; every rank reads what it asks for.
 
     Raises:
         CheckpointError: the checkpoint does not have one of them.
@@ -146,15 +260,17 @@ def load_tensors(path: str | Path, names: Iterable[str]) -> dict[str, Tensor]:
     if missing := [name for name in wanted if name not in known]:
         raise CheckpointError(f"{path} has no {missing[0]!r} ({len(missing)} of {len(wanted)} tensors are missing).")
     tensors = {name: torch.empty(known[name][0], dtype=known[name][1]) for name in wanted}
-    if tensors:
-        with warnings.catch_warnings():  # torch remarks that this process reads by itself
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(tensors, storage_reader=_SafeReader(path), no_dist=True)
+    read_pieces(path, {name: whole_tensor(tensor) for name, tensor in tensors.items()})
     return tensors
 
 
-def load_full_state_dict(path: str | Path) -> dict[str, Tensor]:
+def load_full_state_dict(path: str | Path) -> dict[str, Any]:
     """The whole ``state_dict`` of the module in a checkpoint, without any process group."""
     prefix = "state_dict."
     names = [name for name in tensor_names(path) if name.startswith(prefix)]
-    return {name.removeprefix(prefix): tensor for name, tensor in load_tensors(path, names).items()}
+    ours = load_metadata(path).get("lnn_lightning", {})
+    state: dict[str, Any] = {
+        name.removeprefix(prefix): tensor for name, tensor in load_tensors(path, names).items()
+    } | {name.removeprefix(prefix): value for name, value in ours.get("values", {}).items() if name.startswith(prefix)}
+    tied = {key: first for key, first in ours.get("tied", {}).items() if first in state}
+    return state | {key: state[first] for key, first in tied.items()}

@@ -89,6 +89,8 @@ class PTDPStrategy(ZeroHooks, DataHooks):
             otherwise a step of several micro-batches gathers them once.
         evaluation_microbatches: the same as ``microbatches`` for validation, test and prediction. One gives exactly the
             results of one process.
+        async_save: let training go on while a checkpoint is written, from a copy in host memory. The next save and the
+            end of training wait for it and raise its error.
         example_batch: a batch to trace with, if the dataloader cannot be peeked at.
         process_group_backend: backend of ``torch.distributed``; None: nccl on CUDA, gloo on CPU.
         timeout: how long a collective may take before the job ends with an error.
@@ -114,6 +116,7 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         zero_stage: int = 0,
         reshard_between_microbatches: bool = False,
         evaluation_microbatches: int = 1,
+        async_save: bool = False,
         example_batch: Any = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -153,6 +156,7 @@ class PTDPStrategy(ZeroHooks, DataHooks):
             None if tensor_parallel_plan == "auto" else tensor_parallel_plan,
         )
         self._check_replicas = check_replicas
+        self._async_save = async_save
         self._example_batch = example_batch
         self._engine: PipelineEngine | None = None
         self._driver: StepDriver | None = None
@@ -177,6 +181,7 @@ class PTDPStrategy(ZeroHooks, DataHooks):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
+        self.refuse_checkpoint_io()
         module = self.lightning_module
         batch = None
         if self._engine is None or self._engine.root is not module:

@@ -283,14 +283,16 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     names = tensor_names(tmp_path / "mine")
     weights = {name.removeprefix("state_dict.") for name in names if name.startswith("state_dict.")}
     assert weights == set(plain.state_dict()), "under the names the user gave them"
-    moments = {name for name in names if name.startswith("optimizer.0.")}
+    metadata = load_metadata(tmp_path / "mine")
+    numbers = metadata["lnn_lightning"]["values"]
+    assert {name.rpartition(".")[2] for name in numbers} == {"step"}, "numbers are no tensors of their own"
+    moments = {name for name in [*names, *numbers] if name.startswith("optimizer.0.")}
     leaves = ("exp_avg", "exp_avg_sq", "step")
     assert moments == {f"optimizer.0.{name}.{leaf}" for name, _ in plain.named_parameters() for leaf in leaves}
     for name, (shape, dtype) in names.items():
         if name.startswith("state_dict."):
             assert shape == tuple(plain.state_dict()[name.removeprefix("state_dict.")].shape)
             assert dtype == torch.float64
-    metadata = load_metadata(tmp_path / "mine")
     assert metadata["hyper_parameters"] == {"dropout": 0.0, "lr": 0.02}
     assert metadata["note"] == {"rank that wrote": 0}
     assert metadata["epoch"] == 4

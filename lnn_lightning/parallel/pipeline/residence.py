@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lnn_lightning.checkpoint.pieces import Pieces
 from lnn_lightning.parallel.data.sharding import Sharding
 from lnn_lightning.parallel.data.shards import local_of, whole_of
 from lnn_lightning.parallel.errors import StepError
@@ -16,6 +17,7 @@ from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Mesh
 from lnn_lightning.parallel.pipeline.ownership import Ownership
 from lnn_lightning.parallel.pipeline.plans import PlanBook
 from lnn_lightning.parallel.pipeline.schedules import Placement
+from lnn_lightning.parallel.pipeline.slices import slices_of
 from lnn_lightning.parallel.step.materialize import materialize
 from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors, replace_tensors, stand_in_for
 from lnn_lightning.parallel.tensor.install import TensorSharding
@@ -184,6 +186,12 @@ class Residence:
                 keys.append(key)
         return keys
 
+    def writes(self, name: str | None) -> bool:
+        """Whether this rank may write a tensor to a checkpoint. Buffers differ between ranks: one of them counts."""
+        if name is None or name in dict(self.root.named_parameters()):
+            return True
+        return self.mesh.rank(DATA) == 0 and self.ranks_of(name)[-1] == self._rank
+
     def whole(self, name: str | None, value: Tensor) -> Tensor:
         """The whole of a parameter, or of optimizer state of its shape. Collective over the ranks that divide it."""
         return value if self.tensor is None or name is None else self.tensor.whole(name, value)
@@ -196,6 +204,18 @@ class Residence:
         """Shape of the whole of a tensor of the module."""
         divided = name is not None and self.tensor is not None and name in self.tensor.plan.specs
         return self.tensor.plan.shapes[name] if divided else tuple(value.shape)  # type: ignore[union-attr, index]
+
+    def pieces(self, name: str | None, value: Tensor) -> Pieces:
+        """The slices that this rank holds of a tensor of the module, or of optimizer state of its shape.
+
+        Args:
+            name: first name of the parameter or buffer.
+            value: as the module has it; the slices share its memory.
+        """
+        held = tuple(value.shape)
+        if self.tensor is None or name is None or not self.is_divided(name) or held != self.tensor.local_shape(name):
+            return slices_of(value, held, None)
+        return slices_of(value, self.whole_shape(name, value), self.tensor.spans(name))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole state dict on every rank, on the CPU. Collective over the pipeline's ranks."""

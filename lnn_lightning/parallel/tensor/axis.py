@@ -138,6 +138,21 @@ class Spec:
         return len(self.sections) == 1 or all(section % size == 0 for section in self.sections)
 
 
+def spans_of_part(spec: Spec, size: int, rank: int) -> list[tuple[int, int, int]]:
+    """Where a rank's part lies in the whole: runs of (first index in the part, first in the whole, length).
+
+    Padding is in no run.
+    """
+    spans, part_start, whole_start = [], 0, 0
+    for section in spec.sections:
+        width = -(-section // size)
+        first = min(rank * width, section)
+        if (length := min(width, section - first)) > 0:
+            spans.append((part_start, whole_start + first, length))
+        part_start, whole_start = part_start + width, whole_start + section
+    return spans
+
+
 def take_part(whole: Tensor, spec: Spec, size: int, rank: int) -> Tensor:
     """A rank's part of a whole tensor (a view where it can be one); padding is zero."""
     if len(spec.sections) == 1:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.standin import StandInParameter, is_stand_in
 from lnn_lightning.parallel.step.trace import Trace
-from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, join_parts, take_part
+from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, join_parts, spans_of_part, take_part
 from lnn_lightning.parallel.tensor.layers import REPLICATE, Role
 from lnn_lightning.parallel.tensor.modules import (
     LayerRole,
@@ -81,6 +81,11 @@ class TensorSharding:
         """This rank's part of a whole parameter, gradient or state of this name."""
         spec = self.plan.specs.get(name)
         return whole if spec is None or tuple(whole.shape) != self.plan.shapes[name] else self.part(spec, whole)
+
+    def spans(self, name: str) -> tuple[int, list[tuple[int, int, int]]]:
+        """The divided dimension of a parameter and where this rank's part of it lies in the whole."""
+        spec = self.plan.specs[name]
+        return spec.dim, spans_of_part(spec, self.outside.size, self.outside.rank)
 
     def local_shape(self, name: str) -> torch.Size:
         """Shape of a rank's part of a divided parameter."""

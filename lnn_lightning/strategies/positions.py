@@ -1,0 +1,90 @@
+"""What differs from rank to rank besides tensors: random number generators, and how far dataloaders have read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+_LOADERS = "combined_loader"
+
+
+def random_state() -> dict[str, Any]:
+    """State of this process's generators, as plain values and tensors."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": (version, torch.tensor(numbers, dtype=torch.int64), gauss),
+        "numpy": (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Puts the generators back to a state of :func:`random_state`."""
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def take_loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:
+    """Takes out of a checkpoint how far this rank's training dataloaders have read (none: they cannot say)."""
+    return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop(_LOADERS, [])
+
+
+def put_loader_states(checkpoint: Mapping[str, Any], states: Sequence[Any]) -> None:
+    """Puts back what :func:`take_loader_states` took."""
+    if states:
+        checkpoint["loops"]["fit_loop"]["state_dict"][_LOADERS] = list(states)
+
+
+def saved_rank(saved: Sequence[int], data_rank: int) -> int:
+    """The first rank of a layout (pipeline, data, tensor) with a data rank; rank 0 if it has fewer."""
+    return data_rank * saved[2] if data_rank < saved[1] else 0
+
+
+def loader_states_for(
+    ranks: Sequence[Mapping[str, Any]], saved: Sequence[int], data_rank: int, data_size: int
+) -> list[Any]:
+    """What this rank's dataloaders continue from.
+
+    Args:
+        ranks: by rank of the run that saved.
+        saved: its layout: sizes of pipeline, data and tensor axis.
+        data_rank: this rank's place along the data axis.
+        data_size: size of the data axis now.
+
+    Returns:
+        States; none if each data rank had read other samples and there is another number of them now.
+    """
+    states = [ranks[saved_rank(saved, each)]["loaders"] for each in range(saved[1])]
+    if saved[1] == data_size:
+        return list(states[data_rank])
+    if all(_equal(state, states[0]) for state in states[1:]):
+        return list(states[0])
+    rank_zero_warn(
+        f"The checkpoint knows how far the dataloaders of {saved[1]} data ranks had read, and there are {data_size} "
+        "now: the epoch's data starts anew. Resume with the same `data_parallel_size` to go on where it ended."
+    )
+    return []
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.shape == second.shape and bool((first == second).all())
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(_equal(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_equal, first, second))
+    return bool(first == second)

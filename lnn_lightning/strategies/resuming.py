@@ -1,0 +1,326 @@
+"""Loading by a strategy whose ranks hold parts of the module: each rank reads the slices that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lnn_lightning.checkpoint import CheckpointError, is_distributed_checkpoint, load_metadata, tensor_names
+from lnn_lightning.checkpoint.distributed import read_pieces
+from lnn_lightning.checkpoint.folder import repair
+from lnn_lightning.checkpoint.manifest import MANIFEST, newest_first, verify
+from lnn_lightning.checkpoint.pieces import Pieces
+from lnn_lightning.parallel.data.shards import is_sharded, local_of, piece_of, sharded_like
+from lnn_lightning.parallel.step.standin import is_stand_in
+from lnn_lightning.strategies.mesh import MeshStrategy
+from lnn_lightning.strategies.positions import (
+    loader_states_for,
+    put_loader_states,
+    restore_random_state,
+    saved_rank,
+)
+
+OURS = "lnn_lightning"
+MODULE_STATES = ("state_dict", "current_model_state")
+"""State dicts of the module in a checkpoint; the second is what `WeightAveraging` calls the one that is trained."""
+_HPC = "hpc_ckpt_"
+
+
+class ResumeHooks(MeshStrategy):
+    """Loading part of a strategy."""
+
+    _random_state: Mapping[str, Any] | None = None
+
+    if TYPE_CHECKING:
+        from lnn_lightning.parallel.pipeline.engine import PipelineEngine
+
+        _group_names: list[list[list[str]]]
+
+        @property
+        def engine(self) -> PipelineEngine:  # noqa: D102 - the strategy has it
+            ...
+
+        def _keep_own_parameters(self) -> None: ...
+
+    def finish_saving(self, timeout: float | None = None) -> None:
+        """Waits for a checkpoint that is being written."""
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    # ---------------------------------------------------------------- which checkpoint
+
+    def _intact(self, wanted: Any) -> Path:
+        """The checkpoint to load, the same on all ranks; what is called the last may be an earlier one, if it is torn.
+
+        Collective.
+        """
+        self.finish_saving()
+        path = Path(self.broadcast(str(wanted)))
+        if self.is_global_zero:
+            repair(path)
+        self.barrier()
+        problem = self._problem(path)
+        if problem is None:
+            return path
+        error = FileNotFoundError if not path.exists() else CheckpointError
+        if not path.name.startswith((ModelCheckpoint.CHECKPOINT_NAME_LAST, _HPC)):
+            raise error(problem)
+        others = newest_first(each for each in path.parent.glob("*") if each.name != path.name)
+        for other in map(Path, self.broadcast([str(each) for each in others])):
+            if self._problem(other) is None:
+                rank_zero_warn(f"{problem} The newest checkpoint that is complete is loaded in its place: {other}.")
+                return other
+        raise error(f"{problem} There is no other complete checkpoint in {path.parent}.")
+
+    def _problem(self, path: Path) -> str | None:
+        """What is wrong with a checkpoint, found by all ranks together: each reads a share of the files."""
+        problem = None
+        try:
+            if not path.exists():
+                target = f", which is a link to {path.resolve()}" if path.is_symlink() else ""
+                problem = f"There is no checkpoint at {path}{target} (rank {self.global_rank})."
+            elif path.is_dir() and not is_distributed_checkpoint(path):
+                problem = f"The folder {path} was not written by this strategy."
+            elif path.is_dir() and ((path / MANIFEST).is_file() or load_metadata(path)[OURS]["format"] > 1):
+                verify(path, self.global_rank, self.world_size)
+        except (CheckpointError, OSError, KeyError) as caught:
+            problem = str(caught)
+        problems: list[Any] = [None] * self.world_size
+        dist.all_gather_object(problems, problem)
+        return next((each for each in problems if each is not None), None)
+
+    # ---------------------------------------------------------------- the module
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = self._intact(checkpoint_path)
+        if not path.is_dir():
+            return self._one_file(path)
+        checkpoint = load_metadata(path)
+        ours = checkpoint[OURS]
+        names = tensor_names(path)
+        for part in MODULE_STATES:
+            if part == "state_dict" or any(name.startswith(f"{part}.") for name in names):
+                checkpoint[part] = self._read_state(path, part, ours, names)
+        checkpoint["optimizer_states"] = [{"index": i, "path": str(path)} for i in range(len(ours["optimizer_groups"]))]
+        self._find_position(checkpoint, ours)
+        return checkpoint
+
+    def _one_file(self, path: Path) -> dict[str, Any]:
+        """A checkpoint of Lightning's own kind. It is mapped: what this rank does not take is not read."""
+        try:
+            checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            raise CheckpointError(f"{path} cannot be loaded safely: {type(error).__name__}: {error}") from error
+        for part in MODULE_STATES:
+            if part in checkpoint:
+                checkpoint[part] = self._own_parts(checkpoint[part])
+        return checkpoint
+
+    def _read_state(
+        self, path: Path, part: str, ours: Mapping[str, Any], known: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    ) -> dict[str, Any]:
+        """What lives here of a state dict of the module; tensors that the module does not know come without data."""
+        assert self.lightning_module is not None
+        residence, state = self.engine.residence, self.lightning_module.state_dict()
+        names, tied, values = residence.name_of_key(), ours.get("tied", {}), ours["values"]
+        read: dict[str, Any] = {}
+        wanted: dict[str, Pieces] = {}
+        for key in residence.own_keys():
+            first = tied.get(key, key)
+            entry, now = f"{part}.{first}", state[key]
+            if entry in values:
+                read[key] = values[entry]
+            elif entry in known and isinstance(now, Tensor):
+                if key == first or first not in read:
+                    read[first] = _empty_like(now, known[entry][1])
+                    wanted[entry] = residence.pieces(names.get(key), read[first])
+                read[key] = read[first]
+        read_pieces(path, wanted)
+        stored = {name.removeprefix(f"{part}.") for name in [*known, *values] if name.startswith(f"{part}.")}
+        for key in stored - set(state):
+            shape, dtype = known.get(f"{part}.{key}", ((), torch.float32))
+            read[key] = torch.empty(shape, dtype=dtype, device="meta")
+        return read
+
+    def _own_parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole state dict as every copy of the divided module can load it: own pieces, stand-ins for the rest."""
+        assert self.lightning_module is not None
+        parts, names = dict(state), self.engine.residence.name_of_key()
+        for key, now in self.lightning_module.state_dict().items():
+            if is_stand_in(now):
+                parts[key] = now
+            elif isinstance(now, Tensor) and key in parts:
+                part = self.engine.residence.local(names.get(key), parts[key])
+                parts[key] = sharded_like(piece_of(part, now), now) if is_sharded(now) else part
+        return parts
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        own = set(self.engine.residence.own_keys())
+        given = {key: value for key, value in checkpoint["state_dict"].items() if key in own}
+        result = self.lightning_module.load_state_dict(given, strict=False)
+        missing = [key for key in result.missing_keys if key in own]
+        known = set(self.lightning_module.state_dict())
+        unexpected = [key for key in checkpoint["state_dict"] if key not in known]
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"The checkpoint does not fit {type(self.lightning_module).__name__} (rank {self.global_rank}): "
+                f"missing {missing}, unexpected {unexpected}. Set `strict_loading = False` in the module to load "
+                f"what fits."
+            )
+
+    # ---------------------------------------------------------------- the optimizers
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        ours = checkpoint.get(OURS)
+        if ours is not None:
+            self.engine.seed = ours["seed"]
+            self.engine.steps_done = list(ours["steps_done"])
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+            if ours is not None:
+                groups = ours["optimizer_groups"][index]
+                self._add_groups(plain_optimizer(optimizer), groups)
+                by_name = self._read_optimizer(Path(state["path"]), index, ours["values"])
+            else:
+                by_name, groups = self._by_name(index, state)
+            self._put_optimizer_state(plain_optimizer(optimizer), by_name, groups)
+        self._restore_random_state(between_epochs=True)
+
+    def _read_optimizer(self, path: Path, index: int, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """State of the parameters that this rank updates, as the optimizer holds them."""
+        assert self.lightning_module is not None
+        residence, prefix = self.engine.residence, f"optimizer.{index}."
+        names, parameters = residence.names_by_id(), dict(self.lightning_module.named_parameters())
+        held = {names[id(p)] for group in plain_optimizer(self.optimizers[index]).param_groups for p in group["params"]}
+        known = tensor_names(path)
+        state: dict[str, dict[str, Any]] = {}
+        wanted: dict[str, Pieces] = {}
+        for entry in [*known, *values]:
+            name, _, leaf = entry.removeprefix(prefix).rpartition(".")
+            if not entry.startswith(prefix) or name not in held:
+                continue
+            if entry in values:
+                state.setdefault(name, {})[leaf] = values[entry]
+                continue
+            shape, dtype = known[entry]
+            parameter = parameters[name]
+            if shape == residence.whole_shape(name, parameter):
+                value = _empty_like(parameter, dtype)
+                wanted[entry] = residence.pieces(name, value)
+            else:
+                value = torch.empty(shape, dtype=dtype)
+                wanted[entry] = residence.pieces(None, value)
+            state.setdefault(name, {})[leaf] = local_of(value)
+        read_pieces(path, wanted)
+        return state
+
+    def _by_name(self, index: int, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """An optimizer state as plain torch numbers it (parameters in the order of the groups), own parts of it."""
+        assert self.lightning_module is not None
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        names = [name for group in self._group_names[index] for name in group]
+        of = dict(zip(numbers, names, strict=True))
+        parameters, residence = dict(self.lightning_module.named_parameters()), self.engine.residence
+        by_name = {}
+        for number, leaves in state["state"].items():
+            name = of[number]
+            local = {k: residence.local(name, v) if isinstance(v, Tensor) else v for k, v in leaves.items()}
+            by_name[name] = {leaf: _own_part(value, parameters[name]) for leaf, value in local.items()}
+        return by_name, state["param_groups"]
+
+    def _add_groups(self, optimizer: Optimizer, groups: list[Any]) -> None:
+        """Groups that a callback had added when the checkpoint was saved (unfrozen layers): their parameters learn."""
+        assert self.lightning_module is not None
+        parameters = dict(self.lightning_module.named_parameters())
+        for group in groups[len(optimizer.param_groups) :]:
+            for name in group["params"]:
+                parameters[name].requires_grad_(True)
+            optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
+        self._keep_own_parameters()
+
+    def _put_optimizer_state(self, optimizer: Optimizer, by_name: Mapping[str, Any], groups: list[Any]) -> None:
+        names = self.engine.residence.names_by_id()
+        local = optimizer.state_dict()
+        numbered = {
+            number: by_name[names[id(parameter)]]
+            for group, numbers in zip(optimizer.param_groups, local["param_groups"], strict=True)
+            for parameter, number in zip(group["params"], numbers["params"], strict=True)
+            if names[id(parameter)] in by_name
+        }
+        merged = [
+            {**saved, "params": mine["params"]} for saved, mine in zip(groups, local["param_groups"], strict=True)
+        ]
+        optimizer.load_state_dict({"state": numbered, "param_groups": merged})
+
+    # ---------------------------------------------------------------- where it goes on
+
+    def _find_position(self, checkpoint: dict[str, Any], ours: Mapping[str, Any]) -> None:
+        """This rank's generators and dataloaders continue as those with the same data did."""
+        ranks, saved = ours.get("ranks"), ours["layout"]
+        self._random_state = None
+        if not ranks or "loops" not in checkpoint:
+            return
+        same = list(self.mesh.layout.shape) == list(saved)
+        rank = self.global_rank if same else saved_rank(saved, self.data_parallel_rank)
+        self._random_state = ranks[rank]["random"]
+        loaders = loader_states_for(ranks, saved, self.data_parallel_rank, self.data_parallel_size)
+        put_loader_states(checkpoint, loaders)
+
+    def _restore_random_state(self, between_epochs: bool) -> None:
+        """Puts the generators back where a run that was not interrupted would have them.
+
+        Args:
+            between_epochs: before the dataloader's iterator is made, which draws from them; else behind that.
+        """
+        assert self.lightning_module is not None
+        progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
+        if self._random_state is not None and between_epochs == (progress.is_last_batch or progress.current.ready == 0):
+            restore_random_state(self._random_state)
+            self._random_state = None
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._restore_random_state(between_epochs=False)
+
+
+def plain_optimizer(optimizer: Any) -> Optimizer:
+    """An optimizer without Lightning's wrapper."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def sharded_leaf(value: Any, held: Tensor, parameter: Tensor) -> Any:
+    """A leaf of optimizer state as the module has the parameter: of a piece's state, a sharded tensor."""
+    if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == held.shape:
+        return sharded_like(value, parameter)
+    return value
+
+
+def _empty_like(now: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room in host memory for what this rank holds of a tensor; padding is zero."""
+    room = torch.zeros(local_of(now).shape, dtype=dtype)
+    return sharded_like(room, now) if is_sharded(now) else room
+
+
+def _own_part(value: Any, parameter: Tensor) -> Any:
+    """This rank's part of a whole leaf of optimizer state."""
+    if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
+        return piece_of(value, parameter)
+    return value
