@@ -139,8 +139,8 @@ class Watch:
         self._send({"kind": "ask"})
         if not self._report_came.wait(ANSWER_WITHIN + 3.0):
             return (
-                f"  {self._hub_who}: DOES NOT ANSWER (its process is stopped, or does not get to run), and it is the one "
-                f"to ask the others\n  {self.who}: {describe()}"
+                f"  {self._hub_who}: DOES NOT ANSWER (its process is stopped, or does not get to run). It is the one "
+                f"that knows of the others.\n  {self.who}: {describe()}"
             )
         return self._report
 
@@ -240,8 +240,8 @@ class Watch:
         kind, rank, who = frame["kind"], frame.get("rank", 0), frame.get("who")
         if kind == "gone":
             text = (
-                f"{who} is gone: its process ended without a word (killed, out of memory, or its machine failed), while "
-                f"in: {frame.get('doing')} (heard of {frame.get('seen')} s before)."
+                f"{who} is gone: its process ended without a word (killed, out of memory, or its machine failed). It "
+                f"was last in: {frame.get('doing')} ({frame.get('seen')} s before)."
             )
             self._lost(Loss(rank, text, gone=True))
         elif kind == "failed":
@@ -363,10 +363,10 @@ def start_watch(
 
 def _make_hub(world_size: int, host: str, several_hosts: bool, who: str) -> Hub | None:
     try:
-        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
         # a host's own name may mean the loopback interface there, and a network interface everywhere else
         on_all = several_hosts and address.startswith(("127.", "::1"))
-        hub = Hub(world_size, "" if on_all else str(address), who)
+        hub = Hub(world_size, "" if on_all else address, who)
     except OSError:
         return None
     hub.start()
