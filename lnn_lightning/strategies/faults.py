@@ -17,6 +17,7 @@ from typing_extensions import override
 from lnn_lightning.parallel.errors import HangError, LostRankError
 from lnn_lightning.parallel.layout import AXES, Mesh
 from lnn_lightning.parallel.watch import Watch, start_watch
+from lnn_lightning.parallel.watch.activity import raised_at
 
 if TYPE_CHECKING:
     from lnn_lightning.strategies.mesh import MeshStrategy
@@ -103,7 +104,8 @@ def _explain(error: BaseException, watch: Watch) -> Exception | None:
         if loss is not None:
             return LostRankError(f"{loss.text} This rank cannot go on without it.")
         if watch.watched and _speaks_of(error, _TIMEOUT):
-            said = f"A collective timed out ({_first_line(error)}). What each rank is doing:\n{watch.ask_all()}"
+            with raised_at(error):
+                said = f"A collective timed out ({_first_line(error)}). What each rank is doing:\n{watch.ask_all()}"
             watch.tell_failed(said)
             return HangError(said)
     watch.tell_failed(f"{type(error).__name__}: {error}")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ class Remembers(Model):
 
 
 def train(world_size: int, folder: Path, sends: list[Callback], layout: dict[str, Any], resume: str | None) -> Any:
-    """Two epochs of five batches with a validation behind the second and fourth; whether it stopped, and at which step."""
+    """Two epochs of five batches, with a validation behind the second and fourth: did it stop, and at which step?"""
     callbacks = [*sends, ModelCheckpoint(folder, save_top_k=0)]
     options = {"max_epochs": 2, "val_check_interval": 2, "default_root_dir": folder, "num_sanity_val_steps": 1}
     trainer = trainer_for(world_size, layout, callbacks=callbacks, enable_checkpointing=True, **options)
@@ -89,7 +90,7 @@ def train(world_size: int, folder: Path, sends: list[Callback], layout: dict[str
 
 
 CASES: dict[str, tuple[str, int, int, int]] = {
-    # moment, step at which it comes, number of signals, optimizer steps made then
+    # moment, step at which it comes, number of signals, fewest optimizer steps made then
     "in a step": ("backward", 2, 1, 3),
     "twice": ("backward", 2, 2, 3),
     "before the first step": ("train start", 0, 1, 0),
@@ -115,13 +116,16 @@ def _stop_and_resume(rank: int, world_size: int, folder: str, receiver: int) -> 
 
 @pytest.mark.slow
 def test_pl_21406_sigterm_stops_all_ranks_behind_the_same_step(tmp_path: Path) -> None:
-    for rank, found in enumerate(launch_ranks(_stop_and_resume, 2, str(tmp_path), 1)):
+    everyone = launch_ranks(_stop_and_resume, 2, str(tmp_path), 1)
+    for rank, found in enumerate(everyone):
         _, steps, losses, validated = found["all"]
         assert (steps, [step for step, _ in validated]) == (10, [2, 4, 7, 9])
-        for name, (_, _, _, expected) in CASES.items():
+        for name, (_, _, _, fewest) in CASES.items():
             before, after, stepped, restored = found[name]
             where = f"{name}, rank {rank}"
-            assert before[:2] == (expected < 10, expected), where
+            # the ranks agree while they work: it may take them a step or two
+            assert before[0] == (before[1] < 10) and fewest <= before[1] <= fewest + 2, where
+            assert before[:2] == everyone[0][name][0][:2], where
             assert restored, where
             assert before[2] + after[2] == losses, where
             assert sorted({*before[3], *after[3]}) == validated, where
@@ -158,8 +162,8 @@ def test_pl_20806_a_time_limit_saves_and_requeues(tmp_path: Path) -> None:
     scontrol.chmod(0o755)
     expected = launch_ranks(_uninterrupted, 2, str(tmp_path / "all"))[0]
     for first, second, third in launch_ranks(_requeued, 2, str(tmp_path)):
-        assert first[:2] == (True, 3)
-        assert second[:2] == (True, 7)
+        assert first[0] and 3 <= first[1] <= 5
+        assert second[0] and 7 <= second[1] <= 9
         assert third[:2] == (False, 10)
         assert first[2] + second[2] + third[2] == expected
     assert (tmp_path / "asked").read_text() == "requeue 1234\n"
@@ -187,13 +191,13 @@ def _other_stops(rank: int, world_size: int, folder: str) -> Any:
     sends: list[Callback] = [Signals("backward", 1)] if rank == 1 else []
     trainer = trainer_for(world_size, DATA, callbacks=sends, accumulate_grad_batches=2)
     with pytest.raises(SIGTERMException):
-        trainer.fit(model(), loader())
-    found.append((trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.current.completed))
+        trainer.fit(model(), loader(96))
+    found.append(trainer.fit_loop.epoch_loop.batch_progress.current.completed == 2 * trainer.global_step < 12)
     # data ranks with different numbers of batches
     trainer = trainer_for(world_size, DATA, callbacks=[Signals("test", 0)] if rank == 0 else [])
-    module = model(Tests)
+    module = model(WithTest)
     with pytest.raises(SIGTERMException):
-        trainer.test(module, loader(24 + 16 * rank), verbose=False)
+        trainer.test(module, loader(400 + 80 * rank), verbose=False)
     # one rank's clock is wrong
     timer = Timer(duration={"hours": 1})
     elapsed = iter([0.0, 0.0, 0.0, 4000.0] if rank == 0 else [4000.0] * 100)
@@ -208,12 +212,13 @@ def _other_stops(rank: int, world_size: int, folder: str) -> Any:
     return found
 
 
-class Tests(Model):
+class WithTest(Model):
     def test_step(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.01)
         self.log("test_loss", torch.zeros(()), sync_dist=True)
 
 
 @pytest.mark.slow
 def test_stops_are_agreed(tmp_path: Path) -> None:
     for found in launch_ranks(_other_stops, 2, str(tmp_path)):
-        assert found == [(2, 4), 3, 2]
+        assert found == [True, 3, 2]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
+from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any
 
 _now: tuple[float, str, tuple[Any, ...]] = (monotonic(), "starting", ())
+_raised_at: str | None = None
 
 
 def doing(what: str, *values: Any) -> None:
@@ -55,19 +57,30 @@ def describe() -> str:
 
 def main_thread_line() -> str:
     """Where the main thread is: the innermost line of all, and the innermost one of the user's own code."""
+    if _raised_at is not None:
+        return _raised_at
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
+    return _lines([*walk_stack(frame)]) if frame is not None else "an unknown line"
+
+
+@contextmanager
+def raised_at(error: BaseException) -> Iterator[None]:
+    """Inside, the main thread counts as being where the error was raised."""
+    global _raised_at
+    _raised_at = _lines([*walk_tb(error.__traceback__)][::-1])
+    try:
+        yield
+    finally:
+        _raised_at = None
+
+
+def _lines(stack: Sequence[tuple[FrameType, int]]) -> str:
+    """The innermost line of a stack, and the innermost one that is in no library."""
+    if not stack:
         return "an unknown line"
-    innermost, place = _line(frame), frame
-    while place is not None and _is_library(place):
-        place = place.f_back  # type: ignore[assignment]
-    if place is None or place is frame:
-        return innermost
-    return f"{innermost}, called from {_line(place)}"
-
-
-def _line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+    own = next((index for index, (frame, _) in enumerate(stack) if not _is_library(frame)), 0)
+    innermost, caller = (f"{f.f_code.co_filename}:{line} ({f.f_code.co_name})" for f, line in (stack[0], stack[own]))
+    return f"{innermost}, called from {caller}" if own else innermost
 
 
 def _is_library(frame: FrameType) -> bool:

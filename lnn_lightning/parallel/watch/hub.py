@@ -238,19 +238,17 @@ class Hub(threading.Thread):
     def _answer(self) -> None:
         assert self._question is not None
         question, self._question = self._question, None
-        lines: dict[str, list[int]] = {}
-        for rank in range(self.world_size):
-            lines.setdefault(self._line_about(rank, question), []).append(rank)
-        text = "\n".join(f"  {_ranks(ranks)}: {line}" for line, ranks in lines.items())
+        silent_first = sorted(range(self.world_size), key=lambda rank: (rank in question.answers, rank))
+        text = "\n".join(f"  {self._line_about(rank, question)}" for rank in silent_first)
         if len(text) > REPORT_LIMIT:
             text = text[:REPORT_LIMIT] + "\n  ... (cut)"
         self._tell({"kind": "report", "text": text}, question.askers)
 
     def _line_about(self, rank: int, question: _Question) -> str:
-        if rank in question.answers:
-            return f"{self._members[rank].who}: {question.answers[rank]}" if rank in self._members else "has just gone"
         if rank not in self._members:
-            return "is gone"
+            return f"rank {rank}: is gone"
+        if rank in question.answers:
+            return f"{self._members[rank].who}: {question.answers[rank]}"
         member = self._members[rank]
         if member.left:
             return f"{member.who}: has ended"
@@ -275,7 +273,3 @@ class Hub(threading.Thread):
         if not stop.waiting:
             stop.decided = True
             self._tell({"kind": "stop_at", "check": stop.target, "reasons": stop.reasons}, self._members)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
