@@ -24,6 +24,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from lnn_lightning.parallel.attempts import store_of_attempt
 from lnn_lightning.parallel.errors import LostRankError
 from lnn_lightning.parallel.layout import DATA, PIPELINE, Mesh, resolve_layout
 from lnn_lightning.parallel.watch import Watch, while_doing
@@ -159,7 +160,9 @@ class MeshStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         device = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
+        if not dist.is_initialized():
+            options: dict[str, Any] = {"timeout": self._timeout, "device_id": device, "store": self._fresh_store()}
+            _init_dist_connection(self.cluster_environment, backend, **options)
         if self._mesh is None:
             self._mesh = Mesh.create(layout, self.root_device.type)
         assert self.lightning_module is not None
@@ -168,6 +171,11 @@ class MeshStrategy(ParallelStrategy):
         self._watch.begin_run(self._timeout.total_seconds() * SHARE_OF_TIMEOUT if self._timeout is not None else None)
         if (loss := self._watch.loss()) is not None:
             raise LostRankError(f"{loss.text} This rank cannot begin without it.")
+
+    def _fresh_store(self) -> dist.Store | None:
+        environment = self.cluster_environment
+        assert environment is not None
+        return store_of_attempt(environment.main_address, environment.main_port, self.global_rank, self.world_size)
 
     @override
     def teardown(self) -> None:
