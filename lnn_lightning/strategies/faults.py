@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SHARE_OF_TIMEOUT = 0.9
 """After this part of a collective's timeout without progress, all ranks say what they are doing."""
-_LOST_PEER = ("connection closed", "connection reset", "broken pipe", "gloo", "nccl", "socket", "timed out", "timeout")
+_COLLECTIVE = ("gloo", "nccl", "processgroup", "tcpstore", "connection closed by peer", "connection reset by peer")
 _TIMEOUT = ("timed out", "timeout")
 _NEWS = 3.0
 """Seconds within which the watch hears why a collective failed."""
@@ -99,28 +99,31 @@ def _explain(error: BaseException, watch: Watch) -> Exception | None:
         return None
     if isinstance(error, LostRankError):
         return None
-    if _speaks_of(error, _LOST_PEER):
+    collective = _first(error, lambda each: isinstance(each, dist.DistError) or _speaks_of(each, _COLLECTIVE))
+    if collective is not None:
         loss = watch.loss(wait=_NEWS)
         if loss is not None:
             return LostRankError(f"{loss.text} This rank cannot go on without it.")
-        if watch.watched and _speaks_of(error, _TIMEOUT):
+        if watch.watched and _speaks_of(collective, _TIMEOUT):
             with raised_at(error):
-                said = f"A collective timed out ({_first_line(error)}). What each rank is doing:\n{watch.ask_all()}"
+                what = (str(collective).splitlines() or [""])[0][:300]
+                said = f"A collective timed out ({what}). What each rank is doing:\n{watch.ask_all()}"
             watch.tell_failed(said)
             return HangError(said)
     watch.tell_failed(f"{type(error).__name__}: {error}")
     return None
 
 
-def _speaks_of(error: BaseException | None, signs: tuple[str, ...]) -> bool:
+def _speaks_of(error: BaseException, signs: tuple[str, ...]) -> bool:
+    return isinstance(error, (RuntimeError, OSError)) and any(sign in str(error).lower() for sign in signs)
+
+
+def _first(error: BaseException | None, wanted: Callable[[BaseException], bool]) -> BaseException | None:
+    """The error, or the first of those that led to it, that is wanted."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
+        if wanted(error):
+            return error
         seen.add(id(error))
-        if isinstance(error, (RuntimeError, OSError)) and any(sign in str(error).lower() for sign in signs):
-            return True
         error = error.__cause__ or error.__context__
-    return False
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:300]
+    return None

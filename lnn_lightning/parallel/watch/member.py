@@ -82,7 +82,7 @@ class Watch:
         self._losses: list[Loss] = []
         self._deadline: float | None = None
         self._reported_at: float | None = None
-        self._heard, self._report_came = threading.Event(), threading.Event()
+        self._heard, self._report_came, self._sent = threading.Event(), threading.Event(), threading.Event()
         self._report = ""
         self._outgoing: deque[Frame] = deque()
         self._wake_read, self._wake_write = os.pipe()
@@ -129,7 +129,10 @@ class Watch:
 
     def tell_failed(self, error: str) -> None:
         """The run failed here: the others cannot go on."""
+        self._sent.clear()
         self._send({"kind": "failed", "run": self._runs, "error": error[:_TEXT_LIMIT]})
+        if self.watched:
+            self._sent.wait(1.0)  # the process may end at once
 
     def ask_all(self) -> str:
         """What each rank is doing, a line for each."""
@@ -220,6 +223,8 @@ class Watch:
                     connection.send(frame)
                     if frame["kind"] == "goodbye":
                         return
+                    if frame["kind"] == "failed":
+                        self._sent.set()
                 if connection in ready and not self._hear(connection):
                     break
                 self._tick(connection)
@@ -354,7 +359,7 @@ def start_watch(
         if connection is not None:
             connection.close()
         return Watch(rank, who, vote=anyone)
-    watch = Watch(rank, who, connection, hub, hub_who, tick=max(1.0, world_size / 100))
+    watch = Watch(rank, who, connection, hub, hub_who, tick=max(0.25, world_size / 100))
     watch.start()
     atexit.register(watch.leave)
     os.register_at_fork(after_in_child=watch.close_in_child)
