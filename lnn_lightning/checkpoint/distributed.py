@@ -7,6 +7,7 @@ an unpickler that knows a handful of plain data classes.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import warnings
@@ -102,10 +103,23 @@ def is_distributed_checkpoint(path: str | Path) -> bool:
     return any((Path(path) / name).is_file() for name in (_META, MANIFEST, _INDEX))
 
 
+def packed(metadata: Mapping[str, Any]) -> bytes:
+    """The part of a checkpoint that is not tensors as it will be stored, from now on independent of its objects.
+
+    Raises:
+        CheckpointError: it holds objects that only a pickle could bring back.
+    """
+    buffer = io.BytesIO()
+    torch.save(dict(metadata), buffer)
+    buffer.seek(0)
+    _unpacked(buffer, "The checkpoint")
+    return buffer.getvalue()
+
+
 def save_checkpoint(
     path: str | Path,
     tensors: Mapping[str, Tensor | Pieces],
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, Any] | bytes,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Writes a checkpoint folder. Collective over the ranks of the group.
@@ -116,7 +130,7 @@ def save_checkpoint(
     Args:
         path: the folder.
         tensors: what this rank holds, by name.
-        metadata: everything else; rank 0's is written.
+        metadata: everything else, or what :func:`packed` made of it; rank 0's is written.
         group: ranks that write, with a backend for tensors on the CPU; None: all.
 
     Raises:
@@ -136,7 +150,7 @@ def save_checkpoint(
     def write_meta() -> None:
         if first:
             with open(new / _META, "wb") as file:
-                torch.save(dict(metadata), file)
+                file.write(metadata if isinstance(metadata, bytes) else packed(metadata))
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -148,7 +162,7 @@ def save_checkpoint(
             put_in_place(folder)
 
     try:
-        _together(start, folder, group)
+        together(start, folder, group)
         entries = {name: whole_tensor(each) if isinstance(each, Tensor) else each for name, each in tensors.items()}
         try:
             planner = _Saving(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -156,10 +170,10 @@ def save_checkpoint(
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             raise CheckpointError(_not_written(folder, rank, cause)) from error
-        _together(write_meta, folder, group)
+        together(write_meta, folder, group)
         records: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(records, writer.fs.records, group=group)
-        _together(lambda: finish(records), folder, group)
+        together(lambda: finish(records), folder, group)
     except CheckpointError:
         if first:
             try:
@@ -169,8 +183,12 @@ def save_checkpoint(
         raise
 
 
-def _together(act: Callable[[], None], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """A part of saving on all ranks: if it fails on one, all of them raise."""
+def together(act: Callable[[], None], folder: Path, group: dist.ProcessGroup | None) -> None:
+    """A part of saving on all ranks: if it fails on one, all of them raise.
+
+    Raises:
+        CheckpointError: names the rank and what it says.
+    """
     failure = None
     try:
         act()
@@ -200,18 +218,22 @@ def load_metadata(path: str | Path) -> dict[str, Any]:
     file = Path(path) / _META
     if not file.is_file():
         raise CheckpointError(f"{path} is no checkpoint folder of lnn_lightning: it has no {_META}.")
-    try:
-        metadata: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{file} holds an object that cannot be loaded safely: {error} Save plain values (numbers, strings, lists, "
-            "dicts, tensors) as hyper-parameters and in `on_save_checkpoint`."
-        ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from error
+    metadata = _unpacked(file, str(file))
     if metadata.get("lnn_lightning", {}).get("format", 1) > 1:  # the first format had no list of its files
         read_manifest(Path(path))
     return metadata
+
+
+def _unpacked(file: Path | io.BytesIO, name: str) -> dict[str, Any]:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{name} holds an object that cannot be loaded safely: {error} Save plain values (numbers, strings, lists, "
+            "dicts, tensors) as hyper-parameters and in `on_save_checkpoint`."
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CheckpointError(f"{name} is damaged: {error}") from error
 
 
 def tensor_names(path: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lnn_lightning.checkpoint import CheckpointError, save_checkpoint
 from lnn_lightning.checkpoint.background import BackgroundWriter
+from lnn_lightning.checkpoint.distributed import packed, together
 from lnn_lightning.checkpoint.folder import remove
 from lnn_lightning.checkpoint.pieces import Pieces
 from lnn_lightning.parallel.step.standin import is_stand_in
@@ -105,8 +106,10 @@ class CheckpointHooks(ResumeHooks):
             save_checkpoint(path, tensors, checkpoint, self._checkpoint_group)
             return
         self._writer = self._writer or BackgroundWriter()
+        rest: list[bytes] = []
+        together(lambda: rest.append(packed(checkpoint)), path, self._checkpoint_group)
         copies = self._writer.snapshot(tensors)
-        self._writer.start(partial(save_checkpoint, path, copies, checkpoint, self._checkpoint_group))
+        self._writer.start(partial(save_checkpoint, path, copies, rest[0], self._checkpoint_group))
 
     def _entries(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Pieces], dict[str, Any], dict[str, str]]:
         """Slices and other values that this rank writes, and the other names of tensors that have several."""

@@ -133,11 +133,11 @@ class ResumeHooks(MeshStrategy):
     def _read_state(
         self, path: Path, part: str, ours: Mapping[str, Any], known: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     ) -> dict[str, Any]:
-        """What lives here of a state dict of the module; tensors that the module does not know come without data."""
+        """A state dict of the module: what lives here, stand-ins for the rest; what it does not know has no data."""
         assert self.lightning_module is not None
         residence, state = self.engine.residence, self.lightning_module.state_dict()
         names, tied, values = residence.name_of_key(), ours.get("tied", {}), ours["values"]
-        read: dict[str, Any] = {}
+        read: dict[str, Any] = {key: now for key, now in state.items() if is_stand_in(now)}
         wanted: dict[str, Pieces] = {}
         for key in residence.own_keys():
             first = tied.get(key, key)
@@ -287,11 +287,12 @@ class ResumeHooks(MeshStrategy):
         """Puts the generators back where a run that was not interrupted would have them.
 
         Args:
-            between_epochs: before the dataloader's iterator is made, which draws from them; else behind that.
+            between_epochs: before the dataloader's iterator is made, which draws from them: right between two epochs;
+                in an epoch it was made long ago, and they are put back behind it.
         """
         assert self.lightning_module is not None
-        progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
-        if self._random_state is not None and between_epochs == (progress.is_last_batch or progress.current.ready == 0):
+        epochs: Any = self.lightning_module.trainer.fit_loop.epoch_progress.current
+        if self._random_state is not None and (not between_epochs or epochs.processed == epochs.started):
             restore_random_state(self._random_state)
             self._random_state = None
 
