@@ -32,11 +32,9 @@ class Dies(Model):
     def due(self, phase: str) -> bool:
         return self.phase == phase and self.trainer.global_step == 2 and self.global_rank == self.rank
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        if self.training and self.due("forward"):
+    def setup(self, stage: str) -> None:
+        if self.phase == "setup" and self.global_rank == self.rank:
             die()
-        return x
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -77,6 +75,7 @@ def _dies(rank: int, world_size: int, layout: dict[str, Any], phase: str, dying:
 @pytest.mark.parametrize(
     ("phase", "dying", "layout", "world_size"),
     [
+        ("setup", 1, PIPELINE, 2),
         ("forward", 1, PIPELINE, 2),
         ("backward", 1, PIPELINE, 2),
         ("optimizer", 0, PIPELINE, 2),
