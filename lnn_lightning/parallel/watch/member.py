@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import multiprocessing
 import os
 import selectors
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic, sleep
 
@@ -19,10 +21,15 @@ from lnn_lightning.parallel.watch.hub import ANSWER_WITHIN, Hub
 from lnn_lightning.parallel.watch.stop import StopAgreement
 from lnn_lightning.parallel.watch.wire import Connection, Frame
 
+log = logging.getLogger(__name__)
+
 GRACE = 10.0
 """Seconds a run gets to end by itself once it cannot go on; collectives of NCCL never return then."""
 CONNECT_WITHIN = 30.0
 _TEXT_LIMIT = 1500
+_SAY_AFTER = 1.0
+"""Seconds behind which a run that has not ended by itself says why it must: most end with an error that says it."""
+_MANY = 2**31
 
 
 @dataclass(frozen=True)
@@ -78,9 +85,10 @@ class Watch:
         self._connection, self._hub, self._vote, self._end = connection, hub, vote, end or end_process
         self.agreement = StopAgreement()
         self.patience: float | None = None
-        self._runs, self._in_run, self._completed = 0, False, 0
+        self._runs, self._in_run, self._failing, self._completed = 0, False, False, 0
         self._losses: list[Loss] = []
         self._deadline: float | None = None
+        self._said_why = False
         self._reported_at: float | None = None
         self._heard, self._report_came, self._sent = threading.Event(), threading.Event(), threading.Event()
         self._report = ""
@@ -107,7 +115,7 @@ class Watch:
         """
         self.patience = patience
         self._runs += 1
-        self._in_run = True
+        self._in_run, self._failing, self._said_why = True, False, False
         self._consider()
 
     def end_run(self, completed: bool) -> None:
@@ -129,6 +137,8 @@ class Watch:
 
     def tell_failed(self, error: str) -> None:
         """The run failed here: the others cannot go on."""
+        self._failing, self._deadline = True, None
+        self._consider()
         self._sent.clear()
         self._send({"kind": "failed", "run": self._runs, "error": error[:_TEXT_LIMIT]})
         if self.watched:
@@ -199,16 +209,23 @@ class Watch:
             self._wake()
 
     def _wake(self) -> None:
-        try:
+        with suppress(OSError):  # full: the thread will wake anyway
             os.write(self._wake_write, b"x")
-        except OSError:
-            pass  # full: the thread will wake anyway
 
     # ---------------------------------------------------------------- the thread
 
     def _listen(self) -> None:
         connection = self._connection
         assert connection is not None
+        try:
+            self._serve(connection)
+        except Exception:
+            log.exception("This rank's watch over the others ended; only timeouts notice a lost rank now.")
+            connection.send({"kind": "goodbye", "run": _MANY})
+        finally:
+            self.agreement.release()
+
+    def _serve(self, connection: Connection) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
@@ -229,7 +246,7 @@ class Watch:
                     break
                 self._tick(connection)
         self.agreement.release()
-        while not self._left:
+        while not self._left:  # rank 0 is gone, or has ended
             self._look_at_the_clock()
             sleep(0.2)
 
@@ -237,7 +254,7 @@ class Watch:
         frames, still_open = connection.receive()
         for frame in frames:
             self._handle(connection, frame)
-        if not still_open and not self._left and not any(loss.rank == 0 for loss in self._losses):
+        if not still_open and not self._left and not any(loss.rank == 0 and not loss.only for loss in self._losses):
             self._lost(Loss(0, f"{self._hub_who} is gone: its process ended without a word.", gone=True))
         return still_open
 
@@ -276,19 +293,26 @@ class Watch:
         self._heard.set()
 
     def _consider(self) -> None:
-        """Begins the grace of a run that cannot go on."""
-        if self._in_run and self._deadline is None and any(loss.concerns(self._runs) for loss in self._losses):
+        """Begins the grace of a run that cannot go on; one that failed here, too, comes to its end with the others."""
+        losses = [loss for loss in self._losses if loss.concerns(self._runs) and (loss.gone or not self._failing)]
+        if self._in_run and self._deadline is None and losses:
             self._deadline = monotonic() + self.grace
 
     def _tick(self, connection: Connection) -> None:
         self._look_at_the_clock()
+        connection.flush()
         if monotonic() - self._last_tick > self._tick_seconds:
             self._last_tick = monotonic()
             connection.send({"kind": "doing", "text": activity()[0][:_TEXT_LIMIT]})
 
     def _look_at_the_clock(self) -> None:
-        if self._deadline is not None and monotonic() > self._deadline:
+        deadline = self._deadline
+        if deadline is not None and monotonic() > deadline:
             self._end_run_that_hangs()
+        elif deadline is not None and not self._said_why and monotonic() > deadline - self.grace + _SAY_AFTER:
+            self._said_why = True
+            if (loss := self.loss()) is not None and not loss.gone:
+                self.say(loss.text)
         seconds = activity()[1]
         if self.rank == 0 and self._in_run and self.patience is not None and seconds > self.patience:
             begun = monotonic() - seconds
@@ -307,7 +331,8 @@ class Watch:
 
     def say(self, text: str) -> None:
         """On stderr, at once."""
-        print(f"[lnn_lightning, rank {self.rank}] {text}", file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):
+            print(f"[lnn_lightning, rank {self.rank}] {text}", file=sys.stderr, flush=True)
 
 
 def end_process() -> None:
@@ -315,10 +340,8 @@ def end_process() -> None:
     for child in multiprocessing.active_children():
         child.terminate()
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            pass
     os._exit(1)
 
 

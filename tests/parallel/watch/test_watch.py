@@ -133,6 +133,21 @@ def test_a_run_that_does_not_end_by_itself_is_ended(job: Callable[[int], Job], c
     assert "did not come to an end by itself" in capfd.readouterr().err
 
 
+def test_ranks_that_all_fail_come_to_their_end_by_themselves(job: Callable[[int], Job], capfd: Any) -> None:
+    """They may save what they can, together, for longer than the grace."""
+    three = job(3)
+    for watch in three.watches:
+        watch.grace = 0.3
+        watch.begin_run()
+    three.watches[0].tell_failed("KeyboardInterrupt: ")
+    three.watches[1].tell_failed("KeyboardInterrupt: ")
+    assert eventually(lambda: three.ended)
+    assert set(three.ended) == {2}
+    assert "rank 0 (here) failed: KeyboardInterrupt" in capfd.readouterr().err
+    three.kill(2)
+    assert eventually(lambda: {*three.ended} == {0, 1, 2})
+
+
 def test_without_the_hub_rank_0_is_gone(job: Callable[[int], Job]) -> None:
     two = job(2)
     two.watches[1].grace = 0.3
