@@ -195,12 +195,13 @@ class _Flag:
 
 
 def _save_as_last(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
-    save_last = callback.save_last
-    callback.save_last = True  # not a link to one that was saved earlier
+    settings = callback.save_last, callback.save_weights_only
+    # no link to one that was saved earlier, and all that it takes to go on
+    callback.save_last, callback.save_weights_only = True, False
     try:
         callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
     finally:
-        callback.save_last = save_last
+        callback.save_last, callback.save_weights_only = settings
     return callback.last_model_path
 
 

@@ -76,7 +76,7 @@ class Remembers(Model):
 
 def train(world_size: int, folder: Path, sends: list[Callback], layout: dict[str, Any], resume: str | None) -> Any:
     """Two epochs of five batches, with a validation behind the second and fourth: did it stop, and at which step?"""
-    callbacks = [*sends, ModelCheckpoint(folder, save_top_k=0)]
+    callbacks = [*sends, ModelCheckpoint(folder, save_top_k=0, save_weights_only=True)]
     options = {"max_epochs": 2, "val_check_interval": 2, "default_root_dir": folder, "num_sanity_val_steps": 1}
     trainer = trainer_for(world_size, layout, callbacks=callbacks, enable_checkpointing=True, **options)
     module = model(Remembers)

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from lnn_lightning.parallel.watch import Watch, activity, doing, hub, member, while_doing
+from lnn_lightning.parallel.watch import Watch, activity, doing, hub, start_watch, while_doing
 from lnn_lightning.parallel.watch.hub import Hub
+from lnn_lightning.parallel.watch.start import connect
 from lnn_lightning.parallel.watch.stop import StopAgreement
 from tests.helpers.ranks import RanksFailed, run_ranks
 
@@ -32,7 +33,7 @@ class Job:
         self.watches = [self.join(rank) for rank in range(size)]
 
     def join(self, rank: int) -> Watch:
-        connection, who = member._connect(HOST, self.hub.port, self.hello(rank))
+        connection, who = connect(HOST, self.hub.port, self.hello(rank))
         assert connection is not None and who == "rank 0 (here)"
         end = lambda: self.ended.append(rank)  # noqa: E731
         watch = Watch(rank, f"rank {rank} (here)", connection, hub_who=who, tick=0.1, end=end)
@@ -170,7 +171,7 @@ def test_strangers_are_not_let_in(job: Callable[[int], Job], monkeypatch: pytest
         {"kind": "gone", "rank": 1},
         {**two.hello(0), "who": "x" * hub.HELLO_LIMIT},
     ):
-        assert member._connect(HOST, two.hub.port, hello) == (None, "")
+        assert connect(HOST, two.hub.port, hello) == (None, "")
     with socket.create_connection((HOST, two.hub.port), timeout=5) as sock:
         sock.sendall(b"[" * 3000 + b"\n")
         assert sock.recv(10) == b""
@@ -272,7 +273,7 @@ def _killed_with_a_child(rank: int, world_size: int) -> None:
         dist.broadcast_object_list(box)
         return box[0]
 
-    watch = member.start_watch(rank, world_size, f"rank {rank}", "localhost", False, share, bool, bool)
+    watch = start_watch(rank, world_size, f"rank {rank}", "localhost", False, share, bool, bool)
     assert watch.watched
     watch.begin_run()
     if rank == 1:
