@@ -23,6 +23,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from lnn_lightning.checkpoint.errors import CheckpointError
 from lnn_lightning.checkpoint.folder import beside, put_in_place, remove, sync_folder
@@ -35,6 +37,7 @@ from lnn_lightning.checkpoint.manifest import (
     write_manifest,
 )
 from lnn_lightning.checkpoint.pieces import Pieces, whole_tensor
+from lnn_lightning.checkpoint.records import read_items
 
 _INDEX = ".metadata"
 _META = "meta.pt"
@@ -82,12 +85,18 @@ class _SafeReader(FileSystemReader):
             raise CheckpointError(f"{file} is no index of a checkpoint.")
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
+        self._metadata = metadata
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        if (Path(self.path) / MANIFEST).is_file():
+            return read_items(Path(self.path), self._metadata, plan, planner)
+        return super().read_data(plan, planner)  # the first format
 
 
 class _Saving(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].at(index.offset)
+        return self.state_dict[index.fqn].at(index.offset).contiguous()  # as `read_items` wants it
 
 
 class _Loading(DefaultLoadPlanner):

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from lnn_lightning.checkpoint.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-_BLOCK = 1 << 22
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,10 @@ def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
 
 def sum_of_file(path: Path) -> FileRecord:
     """Size and checksum of a file, read block by block."""
-    size, crc = 0, 0
+    size, crc, block = 0, 0, memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            crc, size = zlib.crc32(block, crc), size + len(block)
+        while count := file.readinto(block):
+            crc, size = zlib.crc32(block[:count], crc), size + count
     return FileRecord(size, f"{crc:08x}")
 
 

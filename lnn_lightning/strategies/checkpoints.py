@@ -18,6 +18,7 @@ from lnn_lightning.checkpoint.background import BackgroundWriter
 from lnn_lightning.checkpoint.distributed import packed, together
 from lnn_lightning.checkpoint.folder import remove
 from lnn_lightning.checkpoint.pieces import Pieces
+from lnn_lightning.checkpoint.shared_folder import check_shared
 from lnn_lightning.parallel.step.standin import is_stand_in
 from lnn_lightning.strategies.positions import random_state, take_loader_states
 from lnn_lightning.strategies.resuming import MODULE_STATES, OURS, ResumeHooks, plain_optimizer, sharded_leaf
@@ -86,6 +87,7 @@ class CheckpointHooks(ResumeHooks):
         self.finish_saving()
         if self._checkpoint_group is None:
             self._checkpoint_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        check_shared(path.parent, self._checkpoint_group)
         tensors, values, tied = self._entries(checkpoint)
         groups = [optimizer["param_groups"] for optimizer in checkpoint.pop("optimizer_states", [])]
         mine = {"values": values, "random": random_state(), "loaders": take_loader_states(checkpoint)}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
@@ -16,19 +19,25 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.distributed import group as _world
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lnn_lightning.parallel.attempts import store_of_attempt
+from lnn_lightning.checkpoint.shared_folder import check_same_found
+from lnn_lightning.parallel.connect import connect
 from lnn_lightning.parallel.errors import LostRankError
+from lnn_lightning.parallel.hosts import hosts_of, split_group_warning
+from lnn_lightning.parallel.interface import choose_gloo_interface
 from lnn_lightning.parallel.layout import DATA, PIPELINE, Mesh, resolve_layout
 from lnn_lightning.parallel.watch import Watch, while_doing
 from lnn_lightning.strategies.faults import SHARE_OF_TIMEOUT, WatchedLauncher, watch_ranks
+from lnn_lightning.strategies.slurm import check_tasks, note_tasks_per_node
 
 
 class MeshStrategy(ParallelStrategy):
@@ -53,6 +62,7 @@ class MeshStrategy(ParallelStrategy):
         **parallel_strategy_arguments: Any,
     ) -> None:
         super().__init__(**parallel_strategy_arguments)
+        note_tasks_per_node()
         self._sizes: dict[str, Any] = {
             "pipeline_parallel_size": pipeline_parallel_size,
             "data_parallel_size": data_parallel_size,
@@ -137,6 +147,8 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        check_tasks(self.cluster_environment, self.num_processes, self.num_nodes)
         self._launcher = WatchedLauncher(self, self.num_processes)
 
     def set_world_ranks(self) -> None:
@@ -157,25 +169,56 @@ class MeshStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         layout = resolve_layout(self.world_size, **self._sizes)
-        assert self.cluster_environment is not None
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-        device = self.root_device if self.root_device.type != "cpu" else None
-        if not dist.is_initialized():
-            options: dict[str, Any] = {"timeout": self._timeout, "device_id": device, "store": self._fresh_store()}
-            _init_dist_connection(self.cluster_environment, backend, **options)
+        self._connect()
         if self._mesh is None:
             self._mesh = Mesh.create(layout, self.root_device.type)
+            warning = split_group_warning(hosts_of(None), layout.tensor_parallel_size)
+            if warning is not None:
+                rank_zero_warn(warning)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.device_mesh
+        self._begin_watch()
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_same_found(partial(self._last_checkpoints, trainer))
+
+    def _connect(self) -> None:
+        """Makes the process group of all processes, unless an earlier Trainer or the user's code has."""
+        if dist.is_initialized():
+            return
+        environment = self.cluster_environment
+        assert environment is not None
+        rank = environment.global_rank()
+        store, everyone = connect(
+            environment.main_address,
+            environment.main_port,
+            rank,
+            environment.world_size(),
+            self._timeout or default_pg_timeout,
+        )
+        choose_gloo_interface(everyone, rank)
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        device = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(environment, backend, timeout=self._timeout, device_id=device, store=store)
+
+    def _last_checkpoints(self, trainer: pl.Trainer) -> list[str]:
+        """What ``ckpt_path="last"`` and a requeued SLURM job find on this host."""
+        found: set[str] = set()
+        for callback in trainer.checkpoint_callbacks:
+            # a folder that the logger names is new in every run and has none
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+                found |= callback._find_last_checkpoints(trainer)
+        if isinstance(self.cluster_environment, SLURMEnvironment):
+            requeued = trainer._checkpoint_connector._hpc_resume_path
+            found |= {requeued} if requeued is not None else set()
+        return sorted(found)
+
+    def _begin_watch(self) -> None:
+        """From here on every rank is needed (docs/faults.md)."""
         self._watch = watch_ranks(self)
         self._watch.begin_run(self._timeout.total_seconds() * SHARE_OF_TIMEOUT if self._timeout is not None else None)
         if (loss := self._watch.loss()) is not None:
             raise LostRankError(f"{loss.text} This rank cannot begin without it.")
-
-    def _fresh_store(self) -> dist.Store | None:
-        environment = self.cluster_environment
-        assert environment is not None
-        return store_of_attempt(environment.main_address, environment.main_port, self.global_rank, self.world_size)
 
     @override
     def teardown(self) -> None:

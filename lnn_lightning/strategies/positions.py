@@ -49,6 +49,29 @@ def put_loader_states(checkpoint: Mapping[str, Any], states: Sequence[Any]) -> N
         checkpoint["loops"]["fit_loop"]["state_dict"][_LOADERS] = list(states)
 
 
+def epoch_is_over(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was saved between two epochs: the next one begins with its dataloader's first batch."""
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+    return bool(epochs["processed"] == epochs["started"])
+
+
+def begin_next_epoch(loop: Any) -> None:
+    """Lets a resumed ``fit_loop`` begin an epoch where it takes the one that is over for one that goes on.
+
+    Lightning 2.6 books an epoch as done when it is resumed behind its last batch, but does not count the next one, nor
+    call ``on_train_epoch_start`` for it: it is one behind from then on. And resumed at the end of an epoch with
+    ``max_steps`` given, it would train one more batch of the old epoch first.
+    """
+    epochs = loop.epoch_progress.current
+    if loop.restarted_on_epoch_end:
+        loop.epoch_progress.increment_completed()
+        loop._restarting = False
+        loop.epoch_loop.restarting = False
+        loop.reset_restart_stage()
+    elif loop.restarted_mid_epoch and epochs.processed == epochs.started:
+        loop.reset_restart_stage()
+
+
 def saved_rank(saved: Sequence[int], data_rank: int) -> int:
     """The first rank of a layout (pipeline, data, tensor) with a data rank; rank 0 if it has fewer."""
     return data_rank * saved[2] if data_rank < saved[1] else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -35,6 +36,7 @@ from lnn_lightning.precision import MeshAgreement, loss_scale, mesh_precision
 from lnn_lightning.strategies.averaging import divide_averages
 from lnn_lightning.strategies.data import DataHooks
 from lnn_lightning.strategies.effects import set_metric_group
+from lnn_lightning.strategies.initial_weights import read_initial_weights
 from lnn_lightning.strategies.manual import computing_step
 from lnn_lightning.strategies.peek import peek_batch
 from lnn_lightning.strategies.signals import AgreedSignals
@@ -94,6 +96,9 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         async_save: let training go on while a checkpoint is written, from a copy in host memory. The next save and the
             end of training wait for it and raise its error.
         example_batch: a batch to trace with, if the dataloader cannot be peeked at.
+        initial_weights: the module's first values: a ``.safetensors`` file or a folder of them as the Hugging Face hub
+            has it, a Lightning ``.ckpt``, or a checkpoint of this strategy (docs/checkpoints.md). Each rank reads what
+            it holds. ``ckpt_path`` comes later and wins.
         process_group_backend: backend of ``torch.distributed``; None: nccl on CUDA, gloo on CPU.
         timeout: how long a collective may take before the job ends with an error.
         parallel_strategy_arguments: passed on to Lightning's ``ParallelStrategy``.
@@ -120,6 +125,7 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         evaluation_microbatches: int = 1,
         async_save: bool = False,
         example_batch: Any = None,
+        initial_weights: str | Path | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         **parallel_strategy_arguments: Any,
@@ -160,6 +166,7 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         self._check_replicas = check_replicas
         self._async_save = async_save
         self._example_batch = example_batch
+        self._initial_weights = initial_weights
         self._engine: PipelineEngine | None = None
         self._driver: StepDriver | None = None
         self._group_names: list[list[list[str]]] = []
@@ -189,12 +196,14 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         self.refuse_checkpoint_io()
         module = self.lightning_module
         batch = None
-        if self._engine is None or self._engine.root is not module:
+        if new := self._engine is None or self._engine.root is not module:
             batch = self._prepare(trainer, module)
         if trainer.state.fn == TrainerFn.FITTING and self.engine.loss_form is None:
             self._find_loss_form(batch if batch is not None else self._first_batch(trainer))
         convert_module(module, device=self.root_device)
         self.engine.shard(self._zero)
+        if new and self._initial_weights is not None:
+            self._read_initial_weights(self._initial_weights, module)
         divide_averages(trainer, module)
         self.model = module
         if trainer.state.fn == TrainerFn.FITTING:
@@ -227,6 +236,7 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         self._engine = PipelineEngine(module, self._settings, self.mesh, observer, seed)
         kind = _STEPS[trainer.state.fn]  # type: ignore[index]
         doing("tracing %s and dividing the module", kind)
+        self._engine.unset = set() if self._initial_weights is not None else None
         plan = self._engine.prepare(kind, self._example_step(kind), batch, trainer.state.fn == TrainerFn.FITTING)
         self._driver = StepDriver(module, self._engine, observer, self.mesh, self.root_device)
         training = trainer.state.fn == TrainerFn.FITTING
@@ -236,6 +246,14 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         if (tensor := self._engine.residence.tensor) is not None:
             rank_zero_info(tensor_table(module, tensor.plan))
         return batch
+
+    def _read_initial_weights(self, path: str | Path, module: pl.LightningModule) -> None:
+        error = None
+        try:
+            read_initial_weights(path, module, self.engine.residence, self.engine.unset or ())
+        except Exception as caught:  # noqa: BLE001 - told to all ranks
+            error = caught
+        agree(error, dist.group.WORLD, self.root_device)
 
     def _first_batch(self, trainer: pl.Trainer) -> Any:
         """One batch of the loop that starts. Collective: a rank without one stops all."""

@@ -20,10 +20,13 @@ from lnn_lightning.checkpoint.distributed import read_pieces
 from lnn_lightning.checkpoint.folder import repair
 from lnn_lightning.checkpoint.manifest import MANIFEST, newest_first, verify
 from lnn_lightning.checkpoint.pieces import Pieces
+from lnn_lightning.checkpoint.shared_folder import check_seen
 from lnn_lightning.parallel.data.shards import is_sharded, local_of, piece_of, sharded_like
 from lnn_lightning.parallel.step.standin import is_stand_in
 from lnn_lightning.strategies.mesh import MeshStrategy
 from lnn_lightning.strategies.positions import (
+    begin_next_epoch,
+    epoch_is_over,
     loader_states_for,
     put_loader_states,
     restore_random_state,
@@ -72,6 +75,7 @@ class ResumeHooks(MeshStrategy):
         if self.is_global_zero:
             repair(path)
         self.barrier()
+        check_seen(path)
         problem = self._problem(path)
         if problem is None:
             return path
@@ -128,6 +132,10 @@ class ResumeHooks(MeshStrategy):
         for part in MODULE_STATES:
             if part in checkpoint:
                 checkpoint[part] = self._own_parts(checkpoint[part])
+        plugin = type(self.precision_plugin)  # ours is a subclass of Lightning's, under whose name its state is
+        for kind in plugin.__mro__:
+            if kind.__qualname__ in checkpoint:
+                checkpoint[plugin.__qualname__] = checkpoint[kind.__qualname__]
         return checkpoint
 
     def _read_state(
@@ -146,7 +154,9 @@ class ResumeHooks(MeshStrategy):
                 read[key] = values[entry]
             elif entry in known and isinstance(now, Tensor):
                 if key == first or first not in read:
-                    read[first] = _empty_like(now, known[entry][1])
+                    # straight into the module, where no average of it needs the values apart
+                    direct = part == "state_dict" and now.dtype == known[entry][1]
+                    read[first] = now.detach() if direct else _room_like(now, known[entry][1])
                     wanted[entry] = residence.pieces(names.get(key), read[first])
                 read[key] = read[first]
         read_pieces(path, wanted)
@@ -208,7 +218,8 @@ class ResumeHooks(MeshStrategy):
         assert self.lightning_module is not None
         residence, prefix = self.engine.residence, f"optimizer.{index}."
         names, parameters = residence.names_by_id(), dict(self.lightning_module.named_parameters())
-        held = {names[id(p)] for group in plain_optimizer(self.optimizers[index]).param_groups for p in group["params"]}
+        optimizer = plain_optimizer(self.optimizers[index])
+        held = {names[id(p)]: optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]}
         known = tensor_names(path)
         state: dict[str, dict[str, Any]] = {}
         wanted: dict[str, Pieces] = {}
@@ -222,7 +233,7 @@ class ResumeHooks(MeshStrategy):
             shape, dtype = known[entry]
             parameter = parameters[name]
             if shape == residence.whole_shape(name, parameter):
-                value = _empty_like(parameter, dtype)
+                value = _state_like(parameter, dtype, held[name].get(leaf))
                 wanted[entry] = residence.pieces(name, value)
             else:
                 value = torch.empty(shape, dtype=dtype)
@@ -280,8 +291,9 @@ class ResumeHooks(MeshStrategy):
         same = list(self.mesh.layout.shape) == list(saved)
         rank = self.global_rank if same else saved_rank(saved, self.data_parallel_rank)
         self._random_state = ranks[rank]["random"]
-        loaders = loader_states_for(ranks, saved, self.data_parallel_rank, self.data_parallel_size)
-        put_loader_states(checkpoint, loaders)
+        if not epoch_is_over(checkpoint):
+            loaders = loader_states_for(ranks, saved, self.data_parallel_rank, self.data_parallel_size)
+            put_loader_states(checkpoint, loaders)
 
     def _restore_random_state(self, between_epochs: bool) -> None:
         """Puts the generators back where a run that was not interrupted would have them.
@@ -300,6 +312,8 @@ class ResumeHooks(MeshStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._restore_random_state(between_epochs=False)
+        assert self.lightning_module is not None
+        begin_next_epoch(self.lightning_module.trainer.fit_loop)
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer:
@@ -314,10 +328,18 @@ def sharded_leaf(value: Any, held: Tensor, parameter: Tensor) -> Any:
     return value
 
 
-def _empty_like(now: Tensor, dtype: torch.dtype) -> Tensor:
+def _room_like(now: Tensor, dtype: torch.dtype) -> Tensor:
     """Room in host memory for what this rank holds of a tensor; padding is zero."""
     room = torch.zeros(local_of(now).shape, dtype=dtype)
     return sharded_like(room, now) if is_sharded(now) else room
+
+
+def _state_like(parameter: Tensor, dtype: torch.dtype, held: Any) -> Tensor:
+    """Where an optimizer's state of a parameter goes: where it was, if the optimizer has some already."""
+    local = local_of(parameter)
+    if isinstance(held, Tensor) and held.shape == local.shape and held.dtype == dtype:
+        return sharded_like(held, parameter) if is_sharded(parameter) else held
+    return _room_like(parameter, dtype)
 
 
 def _own_part(value: Any, parameter: Tensor) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from lnn_lightning.checkpoint import (
     CheckpointError,
@@ -21,6 +22,7 @@ from lnn_lightning.checkpoint import (
 )
 from lnn_lightning.checkpoint import folder as folders
 from lnn_lightning.checkpoint.background import BackgroundWriter
+from lnn_lightning.checkpoint.distributed import read_pieces
 from lnn_lightning.checkpoint.manifest import MANIFEST, newest_first, read_manifest, verify
 from lnn_lightning.checkpoint.pieces import Piece, Pieces, whole_tensor
 from tests.helpers.ranks import run_ranks
@@ -229,12 +231,55 @@ def test_slices_of_ranks_make_a_whole(tmp_path: Path) -> None:
     assert torch.equal(read["parts"], torch.arange(60.0).view(6, 10))
     assert torch.equal(read["same"], torch.arange(60.0).view(6, 10) * 2)
     room = torch.zeros(2, 4)
-    from lnn_lightning.checkpoint.distributed import read_pieces
-
     read_pieces(path, {"parts": Pieces((6, 10), room.dtype, (Piece((3, 4), room),))})
     assert torch.equal(room, read["parts"][3:5, 4:8])
     with pytest.raises(CheckpointError, match=r"\(6, 10\).*\(6, 9\)"):
         read_pieces(path, {"parts": Pieces((6, 9), room.dtype, (Piece((0, 0), room),))})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_any_slice_is_read_where_it_lies(dtype: torch.dtype, one_rank: None, tmp_path: Path) -> None:
+    """Of tensors of all kinds and memory layouts, into memory of all kinds, other dtypes too."""
+    torch.manual_seed(0)
+    whole = {
+        "plain": torch.randint(0, 2, (5, 7, 4)).to(dtype),
+        "turned": torch.randint(0, 2, (7, 5, 4)).to(dtype).transpose(0, 1),
+        "strided": torch.randint(0, 2, (5, 7, 8)).to(dtype)[..., ::2],
+        "flat": torch.randint(0, 2, (9,)).to(dtype),
+        "nothing": torch.zeros(0, 3).to(dtype),
+        "scalar": torch.tensor(1).to(dtype),
+    }
+    path = tmp_path / "x"
+    save_checkpoint(path, whole, {})
+    for name, value in load_tensors(path, whole).items():
+        assert value.dtype == dtype and torch.equal(value, whole[name]), name
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    read_pieces(path, {"plain": Pieces((5, 7, 4), dtype, (Piece((3, 2, 1), torch.zeros(2, 0, 1, dtype=dtype)),))})
+    plain, strided = torch.zeros(2, 3, 2, dtype=dtype), torch.zeros(2, 3, 4, dtype=wide)[..., ::2]
+    for room in (plain, strided, torch.zeros(2, 2, 3, dtype=dtype).mT):
+        for name in ("plain", "turned", "strided"):
+            read_pieces(path, {name: Pieces((5, 7, 4), dtype, (Piece((3, 2, 1), room),))})
+            assert torch.equal(room, whole[name][3:5, 2:5, 1:3].to(room.dtype)), name
+
+
+def test_torch_itself_reads_the_tensors(one_rank: None, tmp_path: Path) -> None:
+    tensors = _write(tmp_path / "x")
+    read = {name: torch.zeros_like(value) for name, value in tensors.items()}
+    dcp.load(read, checkpoint_id=tmp_path / "x")
+    for name, value in tensors.items():
+        assert torch.equal(read[name], value)
+
+
+def test_an_index_reaches_no_file_outside(one_rank: None, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    _write(path)
+    index = pickle.loads((path / ".metadata").read_bytes())
+    (path / "__0_0.distcp").rename(tmp_path / "y")
+    for info in index.storage_data.values():
+        info.relative_path = "../y"
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match="which is not in it: refused"):
+        load_full_state_dict(path)
 
 
 def _fails_on_one(rank: int, world_size: int, path: str) -> str:

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import numpy as np
@@ -62,11 +62,16 @@ class Resumable:
 
 
 class Model(pl.LightningModule):
+    epochs: ClassVar[list[tuple[int, int]]] = []
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
         self.third, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
         self.seen: dict[int, float] = {}
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs.append((self.current_epoch, self.global_step))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -91,6 +96,7 @@ def _run(
     path: str | None,
     stateful: bool = True,
     validate: bool = True,
+    limits: dict[str, int] | None = None,
 ) -> tuple[dict[int, float], dict[str, Tensor]]:
     torch.manual_seed(3)
     random.seed(4)
@@ -107,10 +113,10 @@ def _run(
     trainer = quiet_trainer(
         PTDPStrategy(microbatches=2, **layout),
         world_size,
-        max_epochs=3,
         callbacks=callbacks,
         enable_checkpointing=folder is not None,
         use_distributed_sampler=False,
+        **(limits or {"max_epochs": 3}),
     )
     rank = trainer.global_rank if layout.get("data_parallel_size", 1) > 1 else 0
     loader = Resumable(rank) if stateful else DataLoader(Noisy(), batch_size=4, shuffle=True)
@@ -119,24 +125,54 @@ def _run(
 
 
 def _interrupted(
-    rank: int, world_size: int, layout: dict[str, Any], folder: str, names: list[str], validate: bool = True
+    rank: int, world_size: int, layout: dict[str, Any], folder: str, names: list[str], **options: Any
 ) -> Any:
-    whole = _run(world_size, layout, folder, None, validate=validate)
-    paths = {name: f"{folder}/{name}.ckpt" for name in names}
-    return whole, {name: _run(world_size, layout, None, path, validate=validate) for name, path in paths.items()}
+    whole = _run(world_size, layout, folder, None, **options)
+    return whole, {name: _run(world_size, layout, None, f"{folder}/{name}.ckpt", **options) for name in names}
 
 
+def _interrupted_steps(*args: Any) -> Any:
+    return _interrupted(*args, limits={"max_steps": 12, "max_epochs": -1})
+
+
+def _interrupted_unvalidated(*args: Any) -> Any:
+    return _interrupted(*args, validate=False)
+
+
+@pytest.mark.parametrize("run", [_interrupted, _interrupted_steps])
 @pytest.mark.parametrize("layout", [{"pipeline_parallel_size": 2}, {"data_parallel_size": 2, "zero_stage": 2}], ids=str)
-def test_resumed_anywhere_is_uninterrupted(layout: dict[str, Any], tmp_path: Path) -> None:
+def test_resumed_anywhere_is_uninterrupted(layout: dict[str, Any], run: Any, tmp_path: Path) -> None:
     """In the middle of an epoch, behind its validation and at its end."""
     names = [f"bstep={step}" for step in (1, 3, 6)] + ["estep=4", "estep=8", "vstep=4"]
-    _check(launch_ranks(_interrupted, 2, layout, str(tmp_path), names))
+    _check(launch_ranks(run, 2, layout, str(tmp_path), names))
 
 
 def test_resumed_behind_the_last_batch_of_an_epoch(tmp_path: Path) -> None:
     """Lightning goes on with the next epoch then, without the validation that was due: so there is none here."""
     names = ["bstep=4", "bstep=8", "estep=4"]
-    _check(launch_ranks(_interrupted, 2, {"pipeline_parallel_size": 2}, str(tmp_path), names, False))
+    _check(launch_ranks(_interrupted_unvalidated, 2, {"pipeline_parallel_size": 2}, str(tmp_path), names))
+
+
+def _chained(rank: int, world_size: int, folder: str, chain: list[str], limits: dict[str, int]) -> Any:
+    layout, path, results = {"pipeline_parallel_size": 2}, None, []
+    for index, name in enumerate([*chain, ""]):
+        Model.epochs.clear()
+        losses, _ = _run(world_size, layout, f"{folder}/{index}", path, validate=False, limits=limits)
+        results.append((losses, Model.epochs[:]))
+        path = f"{folder}/{index}/{name}.ckpt"
+    return results
+
+
+@pytest.mark.parametrize("limits", [{"max_steps": 16, "max_epochs": -1}, {"max_epochs": 4}], ids=str)
+def test_resumed_again_and_again(limits: dict[str, int], tmp_path: Path) -> None:
+    """Behind last batches and at ends of epochs, each time from what a resumed run saved; epochs are counted right."""
+    chain = ["bstep=4", "estep=8", "bstep=10", "estep=12"]
+    for results in launch_ranks(_chained, 2, str(tmp_path), chain, limits):
+        whole, begun = results[0]
+        assert begun == [(0, 0), (1, 4), (2, 8), (3, 12)]
+        for start, (losses, epochs) in zip([0, 4, 8, 10, 12], results, strict=True):
+            assert losses == {step: loss for step, loss in whole.items() if step > start}, start
+            assert epochs == [each for each in begun if each[1] >= start], start
 
 
 def _check(results: Any) -> None:

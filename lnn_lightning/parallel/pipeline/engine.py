@@ -85,6 +85,8 @@ class PipelineEngine:
         self.residence: Residence
         self.loss_form: LossForm | None = None
         self._deferred = defer_meta_tensors(root)
+        self.unset: set[str] | None = None
+        """Set to an empty set if values follow: gets the names of what was on the meta device and has none yet."""
         units = find_units(root, self.placement.num_stages, settings.split_points)
         self.book = PlanBook(root, units, self.placement.num_stages, observer)
         modules = {name: root.get_submodule(name) for name in self.book.groups}
@@ -147,7 +149,7 @@ class PipelineEngine:
         self.book.decide(kind, names, stage_of, ownership)
         self.residence = Residence(self.root, ownership, self.placement, self.mesh, self.book)
         try:
-            self.residence.settle(self.seed if self._deferred else None)
+            self.residence.settle(self.seed if self._deferred else None, self.unset)
         except Exception as caught:  # noqa: BLE001
             error = caught
         agree(error, world, comm_device)

@@ -53,11 +53,11 @@ class Residence:
         """Whether this rank holds a parameter or buffer."""
         return self._rank in self.ranks_of(name)
 
-    def settle(self, seed: int | None) -> None:
-        """Drops what lives elsewhere and makes deferred tensors real (given a seed)."""
+    def settle(self, seed: int | None, unset: set[str] | None = None) -> None:
+        """Drops what lives elsewhere and makes deferred tensors real (given a seed; see :func:`materialize`)."""
         replace_tensors(self.root, lambda name, t: t if self.lives_here(name) or is_stand_in(t) else stand_in_for(t))
         if seed is not None:
-            materialize(self.root, self.lives_here, seed)
+            materialize(self.root, self.lives_here, seed, unset)
         for name in self._book.groups:
             module = self.root.get_submodule(name)
             if any(is_stand_in(t) for t in [*module._parameters.values(), *module._buffers.values()]):

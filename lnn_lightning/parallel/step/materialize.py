@@ -34,14 +34,20 @@ def defer_meta_tensors(root: nn.Module) -> bool:
     return found
 
 
-def materialize(root: nn.Module, lives_here: Callable[[str], bool], seed: int) -> None:
+def materialize(root: nn.Module, lives_here: Callable[[str], bool], seed: int, unset: set[str] | None = None) -> None:
     """Makes the deferred tensors real that live here and initialises them.
 
     A module is initialised by its ``reset_parameters()`` and by the ``_init_weights(module)`` of the modules around it,
     as ``torch.nn``, transformers and nanoGPT-style code have them.
 
+    Args:
+        root: the module.
+        lives_here: whether this rank holds a tensor.
+        seed: the run's.
+        unset: gets the names of tensors that neither initialises, which are random for now; None: that is an error.
+
     Raises:
-        StepError: a parameter is initialised by neither.
+        StepError: a tensor is initialised by neither.
     """
     made: dict[int, int] = {}
 
@@ -65,6 +71,12 @@ def materialize(root: nn.Module, lives_here: Callable[[str], bool], seed: int) -
         if id(tensor) not in made or tensor.numel() == 0:
             continue
         if tensor._version == made[id(tensor)] or (tensor.is_floating_point() and bool(tensor.isnan().any())):
+            if unset is not None:
+                unset.add(name)
+                random = torch.Generator().manual_seed(seed_of(seed, *name.encode()))
+                with torch.no_grad():  # layers are tried out before the real values are there
+                    tensor.normal_(0, 0.02, generator=random) if tensor.is_floating_point() else tensor.zero_()
+                continue
             raise StepError(
                 f"{name!r} was built on the meta device and nothing initialises it: give its module a "
                 "`reset_parameters()` method, or a module around it an `_init_weights(module)` method, or build the "

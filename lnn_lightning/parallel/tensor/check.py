@@ -149,7 +149,7 @@ def _run(unit: nn.Module, leaves: Sequence[Any], unflatten: Unflatten, device: t
 
 
 def _made_up(leaf: Tensor, device: torch.device) -> Tensor:
-    if not isinstance(leaf, FakeTensor):
+    if not isinstance(leaf, FakeTensor) and not leaf.isnan().any():  # NaN: made of what had no values yet
         return leaf.detach().to(device).requires_grad_(leaf.requires_grad)
     if not leaf.is_floating_point():
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
