@@ -60,6 +60,7 @@ def test_torchrun_on_two_hosts(hosts: tuple[Host, Host], tmp_path: Path) -> None
     codes = finish([host.start(command, tmp_path / host.name) for host in hosts], LIMIT)
     assert codes == [0, 0], "\n".join((tmp_path / host.name).read_text()[-3000:] for host in hosts)
     ranks = results(tmp_path, "torchrun", 4)
+    assert all(one["watched"] for one in ranks)
     # c10d numbers the nodes as they come; neighbours are on one host
     assert ranks[0]["host"] == ranks[1]["host"] != ranks[2]["host"] == ranks[3]["host"]
     assert all(one["interface"].startswith("v") for one in ranks)
@@ -92,6 +93,7 @@ def slurm_ranks(hosts: tuple[Host, Host], tmp_path_factory: pytest.TempPathFacto
 def test_slurm_on_two_hosts(slurm_ranks: Ranks) -> None:
     """A pipeline, data ranks and tensor ranks between the hosts, each resumed from the one before."""
     assert [one["host"] for one in slurm_ranks] == ["node0", "node1"]
+    assert all(one["watched"] for one in slurm_ranks)
     assert all(one["interface"].startswith("v") for one in slurm_ranks)
     check_losses(slurm_ranks, 3)
 

@@ -15,3 +15,11 @@ class StepError(ParallelError):
 
 class AbsentValueError(StepError):
     """A value that lives on another stage is needed here and was not sent."""
+
+
+class LostRankError(ParallelError):
+    """Another rank is gone or failed, so this one cannot go on."""
+
+
+class HangError(ParallelError):
+    """A collective timed out; the message says what each rank was doing."""

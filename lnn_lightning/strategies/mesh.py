@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,7 +22,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_z
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
@@ -30,10 +30,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lnn_lightning.parallel.connect import connect
+from lnn_lightning.parallel.errors import LostRankError
 from lnn_lightning.parallel.hosts import hosts_of, split_group_warning
 from lnn_lightning.parallel.interface import choose_gloo_interface
 from lnn_lightning.parallel.layout import DATA, PIPELINE, Mesh, resolve_layout
 from lnn_lightning.parallel.shared_folder import check_same_found
+from lnn_lightning.parallel.watch import Watch, while_doing
+from lnn_lightning.strategies.faults import SHARE_OF_TIMEOUT, WatchedLauncher, watch_ranks
 from lnn_lightning.strategies.slurm import check_tasks, note_tasks_per_node
 
 
@@ -69,6 +72,7 @@ class MeshStrategy(ParallelStrategy):
         self._timeout = timeout
         self._num_nodes = 1
         self._mesh: Mesh | None = None
+        self._watch: Watch | None = None
         self._sync_gradients = True
 
     @property
@@ -79,6 +83,17 @@ class MeshStrategy(ParallelStrategy):
                 "The mesh does not exist yet: it is made when the Trainer starts (fit, validate, test or predict)."
             )
         return self._mesh
+
+    @property
+    def watch(self) -> Watch:
+        """Looks after the other ranks; exists once the Trainer has set up the environment (docs/faults.md)."""
+        assert self._watch is not None
+        return self._watch
+
+    @property
+    def watch_or_none(self) -> Watch | None:
+        """As :attr:`watch`, at any time."""
+        return self._watch
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -134,7 +149,7 @@ class MeshStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         check_tasks(self.cluster_environment, self.num_processes, self.num_nodes)
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = WatchedLauncher(self, self.num_processes)
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment and Lightning's rank-zero helpers who this process is."""
@@ -162,6 +177,7 @@ class MeshStrategy(ParallelStrategy):
                 rank_zero_warn(warning)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.device_mesh
+        self._begin_watch()
         trainer = self.lightning_module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
             check_same_found(partial(self._last_checkpoints, trainer))
@@ -197,6 +213,20 @@ class MeshStrategy(ParallelStrategy):
             found |= {requeued} if requeued is not None else set()
         return sorted(found)
 
+    def _begin_watch(self) -> None:
+        """From here on every rank is needed (docs/faults.md)."""
+        self._watch = watch_ranks(self)
+        self._watch.begin_run(self._timeout.total_seconds() * SHARE_OF_TIMEOUT if self._timeout is not None else None)
+        if (loss := self._watch.loss()) is not None:
+            raise LostRankError(f"{loss.text} This rank cannot begin without it.")
+
+    @override
+    def teardown(self) -> None:
+        failing = sys.exc_info()[0] is not None
+        super().teardown()
+        if failing and self._watch is not None:
+            self._watch.end_run(completed=False)
+
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces over the data ranks (a pipeline's ranks hold the same values). Half precision is summed in fp32."""
@@ -223,10 +253,11 @@ class MeshStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         if not dist.is_initialized():
             return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
+        with while_doing("barrier %s", name):
+            if dist.get_backend() == "nccl":
+                dist.barrier(device_ids=[self.root_device.index])
+            else:
+                dist.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

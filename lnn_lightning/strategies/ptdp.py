@@ -31,6 +31,7 @@ from lnn_lightning.parallel.step.batch import batch_size_of
 from lnn_lightning.parallel.step.standin import convert_module, has_stand_ins
 from lnn_lightning.parallel.tensor.install import is_divided
 from lnn_lightning.parallel.tensor.table import tensor_table
+from lnn_lightning.parallel.watch import doing, while_doing
 from lnn_lightning.precision import MeshAgreement, loss_scale, mesh_precision
 from lnn_lightning.strategies.averaging import divide_averages
 from lnn_lightning.strategies.data import DataHooks
@@ -38,6 +39,7 @@ from lnn_lightning.strategies.effects import set_metric_group
 from lnn_lightning.strategies.initial_weights import read_initial_weights
 from lnn_lightning.strategies.manual import computing_step
 from lnn_lightning.strategies.peek import peek_batch
+from lnn_lightning.strategies.signals import AgreedSignals
 from lnn_lightning.strategies.steps import LightningObserver, StepDriver
 from lnn_lightning.strategies.zero import ZeroHooks
 
@@ -187,7 +189,10 @@ class PTDPStrategy(ZeroHooks, DataHooks):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
+        doing("setting up")
         self.accelerator.setup(trainer)
+        if not isinstance(trainer._signal_connector, AgreedSignals):
+            trainer._signal_connector = AgreedSignals(trainer, self)
         self.refuse_checkpoint_io()
         module = self.lightning_module
         batch = None
@@ -230,6 +235,7 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         seed = self.broadcast(torch.initial_seed() % 2**62)
         self._engine = PipelineEngine(module, self._settings, self.mesh, observer, seed)
         kind = _STEPS[trainer.state.fn]  # type: ignore[index]
+        doing("tracing %s and dividing the module", kind)
         self._engine.unset = set() if self._initial_weights is not None else None
         plan = self._engine.prepare(kind, self._example_step(kind), batch, trainer.state.fn == TrainerFn.FITTING)
         self._driver = StepDriver(module, self._engine, observer, self.mesh, self.root_device)
@@ -321,27 +327,56 @@ class PTDPStrategy(ZeroHooks, DataHooks):
 
     @override
     def validation_step(self, batch: Any, *arguments: Any) -> Any:
-        return self.driver.evaluate("validation_step", self._user_step("validation_step", arguments), batch)
+        return self._evaluate("validation_step", batch, arguments)
 
     @override
     def test_step(self, batch: Any, *arguments: Any) -> Any:
-        return self.driver.evaluate("test_step", self._user_step("test_step", arguments), batch)
+        return self._evaluate("test_step", batch, arguments)
 
     @override
     def predict_step(self, batch: Any, *arguments: Any) -> Any:
-        return self.driver.evaluate("predict_step", self._user_step("predict_step", arguments), batch)
+        return self._evaluate("predict_step", batch, arguments)
+
+    def _evaluate(self, kind: str, batch: Any, arguments: tuple[Any, ...]) -> Any:
+        self._signals.before_evaluation_batch()
+        result = self.driver.evaluate(kind, self._user_step(kind, arguments), batch)
+        doing("waiting for a batch of the %s", kind)
+        return result
 
     @override
     def on_validation_start(self) -> None:
-        self.engine.residence.synchronize_buffers()
+        self._begin_evaluation()
 
     @override
     def on_test_start(self) -> None:
-        self.engine.residence.synchronize_buffers()
+        self._begin_evaluation()
 
     @override
     def on_predict_start(self) -> None:
+        self._begin_evaluation()
+
+    def _begin_evaluation(self) -> None:
         self.engine.residence.synchronize_buffers()
+        self._signals.begin_evaluation(self.root_device)
+
+    @property
+    def _signals(self) -> AgreedSignals:
+        assert self.lightning_module is not None
+        signals = self.lightning_module.trainer._signal_connector
+        assert isinstance(signals, AgreedSignals)
+        return signals
+
+    # ---------------------------------------------------------------- checkpoints
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        with while_doing("saving %s", filepath):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        with while_doing("loading %s", checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
 
     # ---------------------------------------------------------------- the module as a whole
 

@@ -20,6 +20,7 @@ from lnn_lightning.parallel.step.batch import batch_size_of
 from lnn_lightning.parallel.step.handover import GradientHandover
 from lnn_lightning.parallel.step.observer import StepObserver
 from lnn_lightning.parallel.step.tree import tree_flatten
+from lnn_lightning.parallel.watch import doing
 from lnn_lightning.strategies.effects import EffectWatch
 from lnn_lightning.strategies.logging import StepRecorder, merge, replay
 from lnn_lightning.strategies.manual import computing_step, replaced
@@ -117,6 +118,7 @@ class StepDriver:
         self.check_batch("training_step", batch)
         loss, shared = self._forward_backward(step, batch, scale, sync, continues, drop_old)
         self._tell(shared)
+        doing("optimizer step")
         return {**shared["outputs"], "loss": loss} if isinstance(shared["outputs"], dict) else loss
 
     def train_manually(self, step: Step, batch: Any, scale: float) -> Any:
@@ -198,6 +200,7 @@ class StepDriver:
     # ---------------------------------------------------------------- what only the last stage knows
 
     def _share(self, result: StepResult, batch: Any) -> dict[str, Any]:
+        doing("sharing what the step gave")
         payload = None
         if self.engine.is_last:
             sizes = [len_of // len(result.weights)] * len(result.weights) if (len_of := batch_size_of(batch)) else None

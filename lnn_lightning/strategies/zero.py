@@ -15,6 +15,7 @@ from lnn_lightning.optim.elementwise import not_elementwise
 from lnn_lightning.optim.shares import OptimizerShare
 from lnn_lightning.parallel.data.settings import ZeroSettings
 from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.watch import doing
 from lnn_lightning.strategies.checkpoints import CheckpointHooks
 from lnn_lightning.strategies.manual import SEVERAL_OPTIMIZERS
 
@@ -114,6 +115,7 @@ class ZeroHooks(CheckpointHooks):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self._keep_own_parameters()  # a callback may have added groups
         result = super().optimizer_step(*args, **kwargs)
+        doing("hooks behind the optimizer step")
         self._optimizer_steps += 1
         if self._check_replicas or self._optimizer_steps <= 2 or self._optimizer_steps % _CHECK_EVERY == 0:
             self.engine.residence.check_replicas()

@@ -129,6 +129,7 @@ def main(job: dict[str, Any]) -> None:
             trainer.save_checkpoint(previous)
             result["losses"].append(module.losses)
     result["warnings"] = [str(each.message) for each in caught]
+    result["watched"] = trainer.strategy.watch.watched
     result["interface"] = os.environ.get("GLOO_SOCKET_IFNAME")
     if "private" in job:
         result["errors"] = on_a_private_disk(job, trainer, Path(previous or ""))

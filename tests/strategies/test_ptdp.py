@@ -856,6 +856,7 @@ def test_started_by_the_trainer(tmp_path: Path) -> None:
     assert code == 0, err
     losses = launch_ranks(_from_one_process, 1, None, 3, "", "")[0][0]
     assert written == {f"done-{rank}": f"15 {losses[-1]:.6f}" for rank in range(2)}
+    assert "[lnn_lightning, rank" not in err  # no alarm
 
 
 @pytest.mark.slow
@@ -866,5 +867,6 @@ def test_started_by_the_trainer_and_one_rank_fails(failing: int, tmp_path: Path)
     code, written, err, seconds = start(tmp_path, failing)
     assert code != 0
     assert "this rank does not want to go on" in err
+    assert f"LostRankError: rank {failing} (pipeline stage {failing}, data rank 0, tensor rank 0; host " in err
     assert written == {}
     assert seconds < usual + 30

@@ -38,6 +38,7 @@ from lnn_lightning.parallel.step.randomness import preserved_rng, seed_of
 from lnn_lightning.parallel.step.run import StepRunner
 from lnn_lightning.parallel.step.trace import Trace
 from lnn_lightning.parallel.step.units import find_units
+from lnn_lightning.parallel.watch.activity import doing
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,7 @@ class PipelineEngine:
         finally:
             self._current = None
         if sync:
+            doing("summing gradients over ranks")
             if self._replica is not None:
                 self._replica.finish()
             self.residence.settle_gradients()
@@ -321,6 +323,7 @@ class PipelineEngine:
                 self.sharding.hold_open(plan.trace)
 
         def run(stage: int, received: Sequence[Tensor], index: int) -> tuple[Tensor, ...]:
+            doing("%s of micro-batch %d, stage %d", kind, index, stage)
             last = stage == self.placement.num_stages - 1
             part = own_copy(parts[index]) if plans[index].trace.mutates_batch else parts[index]
             with self.observer.recording(index) if last else self.observer.passing(undo=self.is_last):

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lnn_lightning.parallel.step.plan import Plan
 from lnn_lightning.parallel.step.trace import Key, TensorInfo
+from lnn_lightning.parallel.watch.activity import doing
 
 Body = Callable[[int, Sequence[Tensor], int], Any]
 """``body(stage, received, micro_batch)``: the live values for the next stage, or on the last one the scaled loss."""
@@ -146,6 +147,7 @@ class WatchedStage(PipelineStage):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
+        doing("forward of micro-batch %d, stage %d", fwd_chunk_id, self.stage_index)
         try:
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         except RuntimeError as error:  # the parent wraps the user's exception into a text of its own
@@ -160,6 +162,7 @@ class WatchedStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
+        doing("backward of micro-batch %d, stage %d", bwd_chunk_id, self.stage_index)
         whole = full_backward or not self._can_split(bwd_chunk_id)
         try:
             with self._during_backward(self.stage_index, bwd_chunk_id):
