@@ -27,6 +27,7 @@ def test_torchrun_restarts_the_job(tmp_path: Path) -> None:
     small = "--model.n_layer 2 --model.n_head 2 --model.n_embd 16 --model.block_size 16 --data.block_size 16"
     short = "--trainer.max_steps 9 --trainer.limit_val_batches 0 --trainer.enable_progress_bar false"
     layout = "--trainer.devices 2 --trainer.strategy.init_args.data_parallel_size 1 --trainer.logger false"
+    layout += f" --trainer.default_root_dir {tmp_path}/root"
     saves = f"--trainer.callbacks.dirpath {tmp_path}/saved --trainer.callbacks.every_n_train_steps 2"
     kill = f"--trainer.callbacks+=tests.examples.kill_once.KillOnce --trainer.callbacks.folder {tmp_path}"
     command = (
