@@ -143,7 +143,8 @@ def save_checkpoint(
         group: ranks that write, with a backend for tensors on the CPU; None: all.
 
     Raises:
-        CheckpointError: some rank could not write; what was at the path is untouched.
+        CheckpointError: some rank could not write, or the path is a folder of other files; what was at the path is
+            untouched.
     """
     folder = Path(path)
     new = beside(folder)
@@ -152,6 +153,8 @@ def save_checkpoint(
     writer.fs = SummingFileSystem()
 
     def start() -> None:
+        if first and folder.is_dir() and any(folder.iterdir()) and not is_distributed_checkpoint(folder):
+            raise FileExistsError(f"{folder} is a folder of other files. Give the checkpoint a name of its own in it.")
         if first:
             remove(new)
             new.mkdir(parents=True)

@@ -34,6 +34,7 @@ class CheckpointHooks(ResumeHooks):
     _async_save = False
     _writer: BackgroundWriter | None = None
     _checkpoint_group: dist.ProcessGroup | None = None
+    _will_wait = False
 
     @property
     def saves_in_background(self) -> bool:
@@ -104,7 +105,7 @@ class CheckpointHooks(ResumeHooks):
             "steps_done": list(engine.steps_done),
             "ranks": ranks,
         }
-        if not self.saves_in_background:
+        if not (self.saves_in_background and self._will_wait):
             save_checkpoint(path, tensors, checkpoint, self._checkpoint_group)
             return
         self._writer = self._writer or BackgroundWriter()
@@ -158,11 +159,18 @@ class CheckpointHooks(ResumeHooks):
             self._writer.wait(timeout)
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._will_wait = True
+
+    @override
     def on_train_end(self) -> None:
+        self._will_wait = False  # what is saved from now on, also when `fit` is over, is complete at once
         self.finish_saving()
 
     @override
     def teardown(self) -> None:
+        self._will_wait = False
         failing = sys.exc_info()[0] is not None
         try:
             self.finish_saving(_GIVE_UP if failing else None)

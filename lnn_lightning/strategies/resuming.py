@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -20,6 +21,7 @@ from lnn_lightning.checkpoint.distributed import read_pieces
 from lnn_lightning.checkpoint.folder import repair
 from lnn_lightning.checkpoint.manifest import MANIFEST, newest_first, verify
 from lnn_lightning.checkpoint.pieces import Pieces
+from lnn_lightning.checkpoint.sources import load_safely
 from lnn_lightning.parallel.data.shards import is_sharded, local_of, piece_of, sharded_like
 from lnn_lightning.parallel.shared_folder import check_seen
 from lnn_lightning.parallel.step.standin import is_stand_in
@@ -119,16 +121,15 @@ class ResumeHooks(MeshStrategy):
         for part in MODULE_STATES:
             if part == "state_dict" or any(name.startswith(f"{part}.") for name in names):
                 checkpoint[part] = self._read_state(path, part, ours, names)
-        checkpoint["optimizer_states"] = [{"index": i, "path": str(path)} for i in range(len(ours["optimizer_groups"]))]
+        if "lr_schedulers" in checkpoint:  # not where weights alone were saved, of which Lightning tells the user
+            groups = ours["optimizer_groups"]
+            checkpoint["optimizer_states"] = [{"index": i, "path": str(path)} for i in range(len(groups))]
         self._find_position(checkpoint, ours)
         return checkpoint
 
     def _one_file(self, path: Path) -> dict[str, Any]:
         """A checkpoint of Lightning's own kind. It is mapped: what this rank does not take is not read."""
-        try:
-            checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:
-            raise CheckpointError(f"{path} cannot be loaded safely: {type(error).__name__}: {error}") from error
+        checkpoint: dict[str, Any] = load_safely(path)
         for part in MODULE_STATES:
             if part in checkpoint:
                 checkpoint[part] = self._own_parts(checkpoint[part])
@@ -145,6 +146,7 @@ class ResumeHooks(MeshStrategy):
         assert self.lightning_module is not None
         residence, state = self.engine.residence, self.lightning_module.state_dict()
         names, tied, values = residence.name_of_key(), ours.get("tied", {}), ours["values"]
+        in_place = part == "state_dict" and not self._hooks_see_the_state()
         read: dict[str, Any] = {key: now for key, now in state.items() if is_stand_in(now)}
         wanted: dict[str, Pieces] = {}
         for key in residence.own_keys():
@@ -154,8 +156,8 @@ class ResumeHooks(MeshStrategy):
                 read[key] = values[entry]
             elif entry in known and isinstance(now, Tensor):
                 if key == first or first not in read:
-                    # straight into the module, where no average of it needs the values apart
-                    direct = part == "state_dict" and now.dtype == known[entry][1]
+                    # straight into the module, where neither an average nor a hook needs the values apart
+                    direct = in_place and now.dtype == known[entry][1]
                     read[first] = now.detach() if direct else _room_like(now, known[entry][1])
                     wanted[entry] = residence.pieces(names.get(key), read[first])
                 read[key] = read[first]
@@ -165,6 +167,16 @@ class ResumeHooks(MeshStrategy):
             shape, dtype = known.get(f"{part}.{key}", ((), torch.float32))
             read[key] = torch.empty(shape, dtype=dtype, device="meta")
         return read
+
+    def _hooks_see_the_state(self) -> bool:
+        """Whether the module may leave out of a checkpoint what it does not want (to keep a new head, say)."""
+        module = self.lightning_module
+        assert module is not None
+        return (
+            type(module).on_load_checkpoint is not pl.LightningModule.on_load_checkpoint
+            or type(module).load_state_dict is not torch.nn.Module.load_state_dict
+            or any(each._load_state_dict_pre_hooks for each in module.modules())
+        )
 
     def _own_parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A whole state dict as every copy of the divided module can load it: own pieces, stand-ins for the rest."""
@@ -203,7 +215,12 @@ class ResumeHooks(MeshStrategy):
         if ours is not None:
             self.engine.seed = ours["seed"]
             self.engine.steps_done = list(ours["steps_done"])
-        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+        if states and len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"The checkpoint has states of {len(states)} optimizers, {type(self.lightning_module).__name__} "
+                f"has {len(self.optimizers)}."
+            )
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):  # none: not trained yet
             if ours is not None:
                 groups = ours["optimizer_groups"][index]
                 self._add_groups(plain_optimizer(optimizer), groups)
