@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -307,4 +308,7 @@ def load_full_state_dict(path: str | Path) -> dict[str, Any]:
         name.removeprefix(prefix): tensor for name, tensor in load_tensors(path, names).items()
     } | {name.removeprefix(prefix): value for name, value in ours.get("values", {}).items() if name.startswith(prefix)}
     tied = {key: first for key, first in ours.get("tied", {}).items() if first in state}
-    return state | {key: state[first] for key, first in tied.items()}
+    whole: OrderedDict[str, Any] = OrderedDict(state | {key: state[first] for key, first in tied.items()})
+    if "versions" in ours:
+        whole._metadata = ours["versions"]  # type: ignore[attr-defined]
+    return whole
