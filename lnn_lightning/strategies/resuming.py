@@ -131,6 +131,11 @@ class ResumeHooks(MeshStrategy):
     def _one_file(self, path: Path) -> dict[str, Any]:
         """A checkpoint of Lightning's own kind. It is mapped: what this rank does not take is not read."""
         checkpoint: dict[str, Any] = load_safely(path)
+        if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
+            raise CheckpointError(
+                f"{path} is no checkpoint of Lightning. A file of weights alone is given as `PTDPStrategy("
+                "initial_weights=...)`."
+            )
         for part in MODULE_STATES:
             if part in checkpoint:
                 checkpoint[part] = self._own_parts(checkpoint[part])
@@ -197,7 +202,7 @@ class ResumeHooks(MeshStrategy):
         return (
             type(module).on_load_checkpoint is not pl.LightningModule.on_load_checkpoint
             or type(module).load_state_dict is not torch.nn.Module.load_state_dict
-            or any(each._load_state_dict_pre_hooks for each in module.modules())
+            or _has_load_hooks(module)
         )
 
     def _own_parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,6 +235,11 @@ class ResumeHooks(MeshStrategy):
             raise CheckpointError(
                 f"The checkpoint does not fit {type(module).__name__}: missing {missing}, unexpected {unexpected}. Set "
                 "`strict_loading = False` in the module to load what fits."
+            )
+        if unexpected and _has_load_hooks(module):
+            rank_zero_warn(
+                f"{unexpected} of the checkpoint are not loaded: hooks of `register_load_state_dict_pre_hook` cannot "
+                "rename them, as they see what a rank holds. Rename them in `on_load_checkpoint`."
             )
 
     def _own_part_of(self, name: str | None, value: Any, now: Any) -> Any:
@@ -372,6 +382,10 @@ def with_versions(state: Mapping[str, Any], versions: Mapping[str, Any]) -> dict
     versioned: OrderedDict[str, Any] = OrderedDict(state)
     versioned._metadata = versions  # type: ignore[attr-defined]
     return versioned
+
+
+def _has_load_hooks(module: torch.nn.Module) -> bool:
+    return any(each._load_state_dict_pre_hooks for each in module.modules())
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer:
