@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,8 @@ def save_checkpoint(
         group: ranks that write, with a backend for tensors on the CPU; None: all.
 
     Raises:
-        CheckpointError: some rank could not write; what was at the path is untouched.
+        CheckpointError: some rank could not write, or the path is a folder of other files; what was at the path is
+            untouched.
     """
     folder = Path(path)
     new = beside(folder)
@@ -152,6 +154,8 @@ def save_checkpoint(
     writer.fs = SummingFileSystem()
 
     def start() -> None:
+        if first and folder.is_dir() and any(folder.iterdir()) and not is_distributed_checkpoint(folder):
+            raise FileExistsError(f"{folder} is a folder of other files. Give the checkpoint a name of its own in it.")
         if first:
             remove(new)
             new.mkdir(parents=True)
@@ -304,4 +308,7 @@ def load_full_state_dict(path: str | Path) -> dict[str, Any]:
         name.removeprefix(prefix): tensor for name, tensor in load_tensors(path, names).items()
     } | {name.removeprefix(prefix): value for name, value in ours.get("values", {}).items() if name.startswith(prefix)}
     tied = {key: first for key, first in ours.get("tied", {}).items() if first in state}
-    return state | {key: state[first] for key, first in tied.items()}
+    whole: OrderedDict[str, Any] = OrderedDict(state | {key: state[first] for key, first in tied.items()})
+    if "versions" in ours:
+        whole._metadata = ours["versions"]  # type: ignore[attr-defined]
+    return whole

@@ -18,6 +18,7 @@ from lnn_lightning.checkpoint.background import BackgroundWriter
 from lnn_lightning.checkpoint.distributed import packed, together
 from lnn_lightning.checkpoint.folder import remove
 from lnn_lightning.checkpoint.pieces import Pieces
+from lnn_lightning.parallel.data.shards import local_of
 from lnn_lightning.parallel.shared_folder import check_shared
 from lnn_lightning.parallel.step.standin import is_stand_in
 from lnn_lightning.strategies.positions import random_state, take_loader_states
@@ -34,6 +35,7 @@ class CheckpointHooks(ResumeHooks):
     _async_save = False
     _writer: BackgroundWriter | None = None
     _checkpoint_group: dist.ProcessGroup | None = None
+    _will_wait = False
 
     @property
     def saves_in_background(self) -> bool:
@@ -100,11 +102,12 @@ class CheckpointHooks(ResumeHooks):
             "optimizer_groups": groups,
             "values": {key: value for rank in reversed(ranks) for key, value in rank.pop("values").items()},
             "tied": tied,
+            "versions": self._versions(),
             "seed": engine.seed,
             "steps_done": list(engine.steps_done),
             "ranks": ranks,
         }
-        if not self.saves_in_background:
+        if not (self.saves_in_background and self._will_wait):
             save_checkpoint(path, tensors, checkpoint, self._checkpoint_group)
             return
         self._writer = self._writer or BackgroundWriter()
@@ -113,20 +116,36 @@ class CheckpointHooks(ResumeHooks):
         copies = self._writer.snapshot(tensors)
         self._writer.start(partial(save_checkpoint, path, copies, rest[0], self._checkpoint_group))
 
+    def _versions(self) -> dict[str, Any]:
+        """Versions of the modules, which torch keeps beside a state dict."""
+        assert self.lightning_module is not None
+        metadata = getattr(self.lightning_module.state_dict(), "_metadata", {})
+        return {name: dict(of_module) for name, of_module in metadata.items()}
+
+    def _names_by_memory(self) -> dict[int, str]:
+        """First names of the tensors here by where their data begin, for those that a hook stores under another key."""
+        assert self.lightning_module is not None
+        names, state = self.engine.residence.name_of_key(), self.lightning_module.state_dict()
+        here = {key: state[key] for key in names if isinstance(state.get(key), Tensor) and not is_stand_in(state[key])}
+        return {local_of(value).data_ptr(): names[key] for key, value in here.items() if local_of(value).numel()}
+
     def _entries(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Pieces], dict[str, Any], dict[str, str]]:
         """Slices and other values that this rank writes, and the other names of tensors that have several."""
         residence = self.engine.residence
         tensors: dict[str, Pieces] = {}
         values: dict[str, Any] = {}
         keys: dict[str, str] = {}
-        names = residence.name_of_key()
+        names, moved = residence.name_of_key(), self._names_by_memory()
         tied = {key: first for key, name in names.items() if (first := keys.setdefault(name, key)) != key}
         for part in MODULE_STATES:
             state = checkpoint.pop(part, {})
             for key, value in state.items():
                 aliased = tied.get(key) in state
-                if not is_stand_in(value) and not aliased and residence.writes(names.get(key)):
-                    self._sort_in(f"{part}.{key}", names.get(key), value, tensors, values)
+                name = names.get(key)
+                if name is None and isinstance(value, Tensor) and not is_stand_in(value):
+                    name = moved.get(local_of(value).data_ptr())
+                if not is_stand_in(value) and not aliased and residence.writes(name):
+                    self._sort_in(f"{part}.{key}", name, value, tensors, values)
         for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
             for name, leaves in optimizer["state"].items():
                 for leaf, value in leaves.items():
@@ -158,11 +177,18 @@ class CheckpointHooks(ResumeHooks):
             self._writer.wait(timeout)
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._will_wait = True
+
+    @override
     def on_train_end(self) -> None:
+        self._will_wait = False  # what is saved from now on, also when `fit` is over, is complete at once
         self.finish_saving()
 
     @override
     def teardown(self) -> None:
+        self._will_wait = False
         failing = sys.exc_info()[0] is not None
         try:
             self.finish_saving(_GIVE_UP if failing else None)

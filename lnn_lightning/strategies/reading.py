@@ -29,7 +29,8 @@ def whole_checkpoint(path: str | Path, device: torch.device | str | None = None)
     checkpoint = load_metadata(path)
     state = load_full_state_dict(path)
     if device is not None:
-        state = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in state.items()}
+        for key, value in state.items():
+            state[key] = value.to(device) if isinstance(value, Tensor) else value
     return {**checkpoint, "state_dict": state}
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -19,7 +21,8 @@ from lnn_lightning.checkpoint import CheckpointError, is_distributed_checkpoint,
 from lnn_lightning.checkpoint.distributed import read_pieces
 from lnn_lightning.checkpoint.folder import repair
 from lnn_lightning.checkpoint.manifest import MANIFEST, newest_first, verify
-from lnn_lightning.checkpoint.pieces import Pieces
+from lnn_lightning.checkpoint.pieces import Pieces, whole_tensor
+from lnn_lightning.checkpoint.sources import load_safely
 from lnn_lightning.parallel.data.shards import is_sharded, local_of, piece_of, sharded_like
 from lnn_lightning.parallel.shared_folder import check_seen
 from lnn_lightning.parallel.step.standin import is_stand_in
@@ -119,18 +122,20 @@ class ResumeHooks(MeshStrategy):
         for part in MODULE_STATES:
             if part == "state_dict" or any(name.startswith(f"{part}.") for name in names):
                 checkpoint[part] = self._read_state(path, part, ours, names)
-        states = [{"index": index, "path": str(path)} for index in range(len(ours["optimizer_groups"]))]
-        if states or "callbacks" in checkpoint:  # else it has weights alone, and Lightning says so
-            checkpoint["optimizer_states"] = states
+        if "lr_schedulers" in checkpoint:  # not where weights alone were saved, of which Lightning tells the user
+            groups = ours["optimizer_groups"]
+            checkpoint["optimizer_states"] = [{"index": i, "path": str(path)} for i in range(len(groups))]
         self._find_position(checkpoint, ours)
         return checkpoint
 
     def _one_file(self, path: Path) -> dict[str, Any]:
         """A checkpoint of Lightning's own kind. It is mapped: what this rank does not take is not read."""
-        try:
-            checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:
-            raise CheckpointError(f"{path} cannot be loaded safely: {type(error).__name__}: {error}") from error
+        checkpoint: dict[str, Any] = load_safely(path)
+        if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
+            raise CheckpointError(
+                f"{path} is no checkpoint of Lightning. A file of weights alone is given as `PTDPStrategy("
+                "initial_weights=...)`."
+            )
         for part in MODULE_STATES:
             if part in checkpoint:
                 checkpoint[part] = self._own_parts(checkpoint[part])
@@ -147,6 +152,7 @@ class ResumeHooks(MeshStrategy):
         assert self.lightning_module is not None
         residence, state = self.engine.residence, self.lightning_module.state_dict()
         names, tied, values = residence.name_of_key(), ours.get("tied", {}), ours["values"]
+        in_place = part == "state_dict" and not self._hooks_see_the_state()
         read: dict[str, Any] = {key: now for key, now in state.items() if is_stand_in(now)}
         wanted: dict[str, Pieces] = {}
         for key in residence.own_keys():
@@ -156,22 +162,53 @@ class ResumeHooks(MeshStrategy):
                 read[key] = values[entry]
             elif entry in known and isinstance(now, Tensor):
                 if key == first or first not in read:
-                    # straight into the module, where no average of it needs the values apart
-                    direct = part == "state_dict" and now.dtype == known[entry][1]
+                    # straight into the module, where neither an average nor a hook needs the values apart
+                    direct = in_place and now.dtype == known[entry][1]
                     read[first] = now.detach() if direct else _room_like(now, known[entry][1])
                     wanted[entry] = residence.pieces(names.get(key), read[first])
                 read[key] = read[first]
-        read_pieces(path, wanted)
         stored = {name.removeprefix(f"{part}.") for name in [*known, *values] if name.startswith(f"{part}.")}
         for key in stored - set(state):
-            shape, dtype = known.get(f"{part}.{key}", ((), torch.float32))
-            read[key] = torch.empty(shape, dtype=dtype, device="meta")
-        return read
+            entry = f"{part}.{key}"
+            if entry in values:
+                read[key] = values[entry]
+                continue
+            shape, dtype = known[entry]
+            if in_place:
+                read[key] = torch.empty(shape, dtype=dtype, device="meta")
+            else:  # a hook may know it: a layer that had another name, a value of the user's own
+                read[key] = torch.empty(shape, dtype=dtype)
+                wanted[entry] = whole_tensor(read[key])
+        self._agree(lambda: read_pieces(path, wanted))
+        return with_versions(read, ours.get("versions", getattr(state, "_metadata", {})))
+
+    def _agree(self, act: Callable[[], None]) -> None:
+        """Does something on all ranks: if it fails on one, all of them raise. Collective."""
+        failure = None
+        try:
+            act()
+        except (RuntimeError, KeyError, ValueError) as error:
+            failure = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        failures: list[Any] = [None] * self.world_size
+        dist.all_gather_object(failures, failure)
+        for rank, text in enumerate(failures):
+            if text is not None:
+                raise CheckpointError(f"{text} (rank {rank})")
+
+    def _hooks_see_the_state(self) -> bool:
+        """Whether the module may leave out of a checkpoint what it does not want (to keep a new head, say)."""
+        module = self.lightning_module
+        assert module is not None
+        return (
+            type(module).on_load_checkpoint is not pl.LightningModule.on_load_checkpoint
+            or type(module).load_state_dict is not torch.nn.Module.load_state_dict
+            or _has_load_hooks(module)
+        )
 
     def _own_parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A whole state dict as every copy of the divided module can load it: own pieces, stand-ins for the rest."""
         assert self.lightning_module is not None
-        parts, names = dict(state), self.engine.residence.name_of_key()
+        parts, names = with_versions(state, getattr(state, "_metadata", {})), self.engine.residence.name_of_key()
         for key, now in self.lightning_module.state_dict().items():
             if is_stand_in(now):
                 parts[key] = now
@@ -183,18 +220,35 @@ class ResumeHooks(MeshStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        own = set(self.engine.residence.own_keys())
-        given = {key: value for key, value in checkpoint["state_dict"].items() if key in own}
-        result = self.lightning_module.load_state_dict(given, strict=False)
+        self._agree(lambda: self._load_model(checkpoint["state_dict"], strict))
+
+    def _load_model(self, state: Mapping[str, Any], strict: bool) -> None:
+        module = self.lightning_module
+        assert module is not None
+        own, now = set(self.engine.residence.own_keys()), module.state_dict()
+        names = self.engine.residence.name_of_key()
+        given = {key: self._own_part_of(names.get(key), value, now[key]) for key, value in state.items() if key in own}
+        result = module.load_state_dict(with_versions(given, getattr(state, "_metadata", {})), strict=False)
         missing = [key for key in result.missing_keys if key in own]
-        known = set(self.lightning_module.state_dict())
-        unexpected = [key for key in checkpoint["state_dict"] if key not in known]
+        unexpected = [key for key in state if key not in now]
         if strict and (missing or unexpected):
-            raise RuntimeError(
-                f"The checkpoint does not fit {type(self.lightning_module).__name__} (rank {self.global_rank}): "
-                f"missing {missing}, unexpected {unexpected}. Set `strict_loading = False` in the module to load "
-                f"what fits."
+            raise CheckpointError(
+                f"The checkpoint does not fit {type(module).__name__}: missing {missing}, unexpected {unexpected}. Set "
+                "`strict_loading = False` in the module to load what fits."
             )
+        if unexpected and _has_load_hooks(module):
+            rank_zero_warn(
+                f"{unexpected} of the checkpoint are not loaded: hooks of `register_load_state_dict_pre_hook` cannot "
+                "rename them, as they see what a rank holds. Rename them in `on_load_checkpoint`."
+            )
+
+    def _own_part_of(self, name: str | None, value: Any, now: Any) -> Any:
+        """What a hook made of a checkpoint: whole where it had another name there, or this rank's part already."""
+        if not isinstance(value, Tensor) or not isinstance(now, Tensor) or is_sharded(value):
+            return value
+        if value.shape != local_of(now).shape and tuple(value.shape) == self.engine.residence.whole_shape(name, now):
+            value = self.engine.residence.local(name, value)
+        return sharded_like(piece_of(value, now), now) if is_sharded(now) and value.shape == now.shape else value
 
     # ---------------------------------------------------------------- the optimizers
 
@@ -205,7 +259,12 @@ class ResumeHooks(MeshStrategy):
         if ours is not None:
             self.engine.seed = ours["seed"]
             self.engine.steps_done = list(ours["steps_done"])
-        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+        if states and len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"The checkpoint has states of {len(states)} optimizers, {type(self.lightning_module).__name__} "
+                f"has {len(self.optimizers)}."
+            )
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):  # none: not trained yet
             if ours is not None:
                 groups = ours["optimizer_groups"][index]
                 self._add_groups(plain_optimizer(optimizer), groups)
@@ -316,6 +375,17 @@ class ResumeHooks(MeshStrategy):
         self._restore_random_state(between_epochs=False)
         assert self.lightning_module is not None
         begin_next_epoch(self.lightning_module.trainer.fit_loop)
+
+
+def with_versions(state: Mapping[str, Any], versions: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict as torch has it: with the versions of the modules, by which some know an old form of theirs."""
+    versioned: OrderedDict[str, Any] = OrderedDict(state)
+    versioned._metadata = versions  # type: ignore[attr-defined]
+    return versioned
+
+
+def _has_load_hooks(module: torch.nn.Module) -> bool:
+    return any(each._load_state_dict_pre_hooks for each in module.modules())
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer:
