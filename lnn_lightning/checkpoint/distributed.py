@@ -39,6 +39,7 @@ from lnn_lightning.checkpoint.manifest import (
 )
 from lnn_lightning.checkpoint.pieces import Pieces, whole_tensor
 from lnn_lightning.checkpoint.records import read_items
+from lnn_lightning.checkpoint.safe import values_allowed
 
 _INDEX = ".metadata"
 _META = "meta.pt"
@@ -239,7 +240,8 @@ def load_metadata(path: str | Path) -> dict[str, Any]:
 
 def _unpacked(file: Path | io.BytesIO, name: str) -> dict[str, Any]:
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        with values_allowed():
+            return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{name} holds an object that cannot be loaded safely: {error} Save plain values (numbers, strings, lists, "

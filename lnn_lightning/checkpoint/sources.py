@@ -28,6 +28,7 @@ from lnn_lightning.checkpoint.filling import fill
 from lnn_lightning.checkpoint.hub import INDEX, SafetensorsFiles
 from lnn_lightning.checkpoint.manifest import verify
 from lnn_lightning.checkpoint.pieces import Pieces
+from lnn_lightning.checkpoint.safe import values_allowed
 
 Known = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _OURS, _STATE = "lnn_lightning", "state_dict."
@@ -168,7 +169,8 @@ def load_safely(path: Path) -> Any:
         CheckpointError: it holds something else, or is damaged.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with values_allowed():
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         what = f" (it names {named[1]})" if named else ""

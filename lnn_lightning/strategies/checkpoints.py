@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,14 @@ from lnn_lightning.checkpoint.pieces import Pieces
 from lnn_lightning.parallel.data.shards import local_of
 from lnn_lightning.parallel.shared_folder import check_shared
 from lnn_lightning.parallel.step.standin import is_stand_in
+from lnn_lightning.strategies.intact import OURS
+from lnn_lightning.strategies.leaves import callback_part, plain_optimizer, sharded_leaf
 from lnn_lightning.strategies.positions import random_state, take_loader_states
-from lnn_lightning.strategies.resuming import MODULE_STATES, OURS, ResumeHooks, plain_optimizer, sharded_leaf
+from lnn_lightning.strategies.resuming import MODULE_STATES, ResumeHooks
 
 FORMAT = 2
+log = logging.getLogger(__name__)
+_ALL_FAIL_WITHIN = timedelta(seconds=10)
 _GIVE_UP = 60.0
 """Seconds that a run which ends by an error waits for a checkpoint that is being written."""
 
@@ -42,12 +49,14 @@ class CheckpointHooks(ResumeHooks):
         """Whether training goes on while a checkpoint is written."""
         return self._async_save or isinstance(self.checkpoint_io, AsyncCheckpointIO)
 
-    def refuse_checkpoint_io(self) -> None:
-        """Checkpoints are written by all ranks together, not by a plugin.
+    def prepare_checkpoints(self) -> None:
+        """Makes ready for saving by all ranks together. Collective.
 
         Raises:
             CheckpointError: there is a plugin that would never be asked.
         """
+        if self._checkpoint_group is None:
+            self._checkpoint_group = dist.new_group(backend="gloo", timeout=self._timeout)
         given = self.checkpoint_io
         inner = given.checkpoint_io if isinstance(given, AsyncCheckpointIO) else given
         if inner is not None and type(inner) is not TorchCheckpointIO:
@@ -85,12 +94,15 @@ class CheckpointHooks(ResumeHooks):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise TypeError("`Trainer.save_checkpoint(..., storage_options=...)` is not supported by this strategy.")
+        if sys.exc_info()[0] is not None and not self._all_are_here(filepath):
+            return
         path = Path(self.broadcast(str(filepath)))
         self.finish_saving()
-        if self._checkpoint_group is None:
-            self._checkpoint_group = dist.new_group(backend="gloo", timeout=self._timeout)
         check_shared(path.parent, self._checkpoint_group)
-        tensors, values, tied = self._entries(checkpoint)
+        averages = self._take_averages(checkpoint)
+        tensors, values, tied = self._entries(
+            checkpoint, [(callback_part(callback, name), state) for callback, name, state in averages]
+        )
         groups = [optimizer["param_groups"] for optimizer in checkpoint.pop("optimizer_states", [])]
         mine = {"values": values, "random": random_state(), "loaders": take_loader_states(checkpoint)}
         ranks: list[Any] = [None] * self.world_size
@@ -102,6 +114,7 @@ class CheckpointHooks(ResumeHooks):
             "optimizer_groups": groups,
             "values": {key: value for rank in reversed(ranks) for key, value in rank.pop("values").items()},
             "tied": tied,
+            "averages": [[callback, name] for callback, name, _ in averages],
             "versions": self._versions(),
             "seed": engine.seed,
             "steps_done": list(engine.steps_done),
@@ -116,6 +129,15 @@ class CheckpointHooks(ResumeHooks):
         copies = self._writer.snapshot(tensors)
         self._writer.start(partial(save_checkpoint, path, copies, rest[0], self._checkpoint_group))
 
+    def _all_are_here(self, path: Any) -> bool:
+        """Whether all ranks save because of an exception, or this one alone has one and saving would never end."""
+        try:
+            dist.monitored_barrier(self._checkpoint_group, _ALL_FAIL_WITHIN)
+        except RuntimeError:
+            log.warning("%s is not saved on the exception: it takes all ranks, and not all have one.", path)
+            return False
+        return True
+
     def _versions(self) -> dict[str, Any]:
         """Versions of the modules, which torch keeps beside a state dict."""
         assert self.lightning_module is not None
@@ -129,7 +151,20 @@ class CheckpointHooks(ResumeHooks):
         here = {key: state[key] for key in names if isinstance(state.get(key), Tensor) and not is_stand_in(state[key])}
         return {local_of(value).data_ptr(): names[key] for key, value in here.items() if local_of(value).numel()}
 
-    def _entries(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Pieces], dict[str, Any], dict[str, str]]:
+    def _take_averages(self, checkpoint: dict[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
+        """State dicts of the module in callbacks' states (`StochasticWeightAveraging`): which callback, where, what."""
+        assert self.lightning_module is not None
+        keys, found = set(self.lightning_module.state_dict()), []
+        for callback, state in checkpoint.get("callbacks", {}).items():
+            for name, value in list(state.items()) if isinstance(state, dict) else []:
+                if isinstance(value, Mapping) and value and set(value) == keys:
+                    found.append((callback, name, value))
+                    state[name] = None
+        return found
+
+    def _entries(
+        self, checkpoint: dict[str, Any], averages: Iterable[tuple[str, Mapping[str, Any]]]
+    ) -> tuple[dict[str, Pieces], dict[str, Any], dict[str, str]]:
         """Slices and other values that this rank writes, and the other names of tensors that have several."""
         residence = self.engine.residence
         tensors: dict[str, Pieces] = {}
@@ -137,8 +172,7 @@ class CheckpointHooks(ResumeHooks):
         keys: dict[str, str] = {}
         names, moved = residence.name_of_key(), self._names_by_memory()
         tied = {key: first for key, name in names.items() if (first := keys.setdefault(name, key)) != key}
-        for part in MODULE_STATES:
-            state = checkpoint.pop(part, {})
+        for part, state in [*((part, checkpoint.pop(part, {})) for part in MODULE_STATES), *averages]:
             for key, value in state.items():
                 aliased = tied.get(key) in state
                 name = names.get(key)

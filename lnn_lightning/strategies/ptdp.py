@@ -193,7 +193,7 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         self.accelerator.setup(trainer)
         if not isinstance(trainer._signal_connector, AgreedSignals):
             trainer._signal_connector = AgreedSignals(trainer, self)
-        self.refuse_checkpoint_io()
+        self.prepare_checkpoints()
         module = self.lightning_module
         batch = None
         if new := self._engine is None or self._engine.root is not module:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lnn_lightning.checkpoint import CheckpointError, is_distributed_checkpoint, load_metadata, tensor_names
+from lnn_lightning.checkpoint import CheckpointError, load_metadata, tensor_names
 from lnn_lightning.checkpoint.distributed import read_pieces
-from lnn_lightning.checkpoint.folder import repair
-from lnn_lightning.checkpoint.manifest import MANIFEST, newest_first, verify
 from lnn_lightning.checkpoint.pieces import Pieces, whole_tensor
 from lnn_lightning.checkpoint.sources import load_safely
 from lnn_lightning.parallel.data.shards import is_sharded, local_of, piece_of, sharded_like
-from lnn_lightning.parallel.shared_folder import check_seen
 from lnn_lightning.parallel.step.standin import is_stand_in
-from lnn_lightning.strategies.mesh import MeshStrategy
+from lnn_lightning.strategies.intact import OURS, IntactHooks
+from lnn_lightning.strategies.leaves import (
+    callback_part,
+    has_load_hooks,
+    own_part,
+    plain_optimizer,
+    room_like,
+    state_like,
+    with_versions,
+)
 from lnn_lightning.strategies.positions import (
     begin_next_epoch,
     epoch_is_over,
@@ -36,13 +38,11 @@ from lnn_lightning.strategies.positions import (
     saved_rank,
 )
 
-OURS = "lnn_lightning"
 MODULE_STATES = ("state_dict", "current_model_state")
 """State dicts of the module in a checkpoint; the second is what `WeightAveraging` calls the one that is trained."""
-_HPC = "hpc_ckpt_"
 
 
-class ResumeHooks(MeshStrategy):
+class ResumeHooks(IntactHooks):
     """Loading part of a strategy."""
 
     _random_state: Mapping[str, Any] | None = None
@@ -58,56 +58,10 @@ class ResumeHooks(MeshStrategy):
 
         def _keep_own_parameters(self) -> None: ...
 
-    def finish_saving(self, timeout: float | None = None) -> None:
-        """Waits for a checkpoint that is being written."""
-
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         return True
-
-    # ---------------------------------------------------------------- which checkpoint
-
-    def _intact(self, wanted: Any) -> Path:
-        """The checkpoint to load, the same on all ranks; what is called the last may be an earlier one, if it is torn.
-
-        Collective.
-        """
-        self.finish_saving()
-        path = Path(self.broadcast(str(wanted)))
-        if self.is_global_zero:
-            repair(path)
-        self.barrier()
-        check_seen(path)
-        problem = self._problem(path)
-        if problem is None:
-            return path
-        error = FileNotFoundError if not path.exists() else CheckpointError
-        if not path.name.startswith((ModelCheckpoint.CHECKPOINT_NAME_LAST, _HPC)):
-            raise error(problem)
-        others = newest_first(each for each in path.parent.glob("*") if each.name != path.name)
-        for other in map(Path, self.broadcast([str(each) for each in others])):
-            if self._problem(other) is None:
-                rank_zero_warn(f"{problem} The newest checkpoint that is complete is loaded in its place: {other}.")
-                return other
-        raise error(f"{problem} There is no other complete checkpoint in {path.parent}.")
-
-    def _problem(self, path: Path) -> str | None:
-        """What is wrong with a checkpoint, found by all ranks together: each reads a share of the files."""
-        problem = None
-        try:
-            if not path.exists():
-                target = f", which is a link to {path.resolve()}" if path.is_symlink() else ""
-                problem = f"There is no checkpoint at {path}{target} (rank {self.global_rank})."
-            elif path.is_dir() and not is_distributed_checkpoint(path):
-                problem = f"The folder {path} was not written by this strategy."
-            elif path.is_dir() and ((path / MANIFEST).is_file() or load_metadata(path)[OURS]["format"] > 1):
-                verify(path, self.global_rank, self.world_size)
-        except (CheckpointError, OSError, KeyError) as caught:
-            problem = str(caught)
-        problems: list[Any] = [None] * self.world_size
-        dist.all_gather_object(problems, problem)
-        return next((each for each in problems if each is not None), None)
 
     # ---------------------------------------------------------------- the module
 
@@ -122,6 +76,8 @@ class ResumeHooks(MeshStrategy):
         for part in MODULE_STATES:
             if part == "state_dict" or any(name.startswith(f"{part}.") for name in names):
                 checkpoint[part] = self._read_state(path, part, ours, names)
+        for callback, name in ours.get("averages", []):
+            checkpoint["callbacks"][callback][name] = self._read_state(path, callback_part(callback, name), ours, names)
         if "lr_schedulers" in checkpoint:  # not where weights alone were saved, of which Lightning tells the user
             groups = ours["optimizer_groups"]
             checkpoint["optimizer_states"] = [{"index": i, "path": str(path)} for i in range(len(groups))]
@@ -164,7 +120,7 @@ class ResumeHooks(MeshStrategy):
                 if key == first or first not in read:
                     # straight into the module, where neither an average nor a hook needs the values apart
                     direct = in_place and now.dtype == known[entry][1]
-                    read[first] = now.detach() if direct else _room_like(now, known[entry][1])
+                    read[first] = now.detach() if direct else room_like(now, known[entry][1])
                     wanted[entry] = residence.pieces(names.get(key), read[first])
                 read[key] = read[first]
         stored = {name.removeprefix(f"{part}.") for name in [*known, *values] if name.startswith(f"{part}.")}
@@ -182,19 +138,6 @@ class ResumeHooks(MeshStrategy):
         self._agree(lambda: read_pieces(path, wanted))
         return with_versions(read, ours.get("versions", getattr(state, "_metadata", {})))
 
-    def _agree(self, act: Callable[[], None]) -> None:
-        """Does something on all ranks: if it fails on one, all of them raise. Collective."""
-        failure = None
-        try:
-            act()
-        except (RuntimeError, KeyError, ValueError) as error:
-            failure = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        failures: list[Any] = [None] * self.world_size
-        dist.all_gather_object(failures, failure)
-        for rank, text in enumerate(failures):
-            if text is not None:
-                raise CheckpointError(f"{text} (rank {rank})")
-
     def _hooks_see_the_state(self) -> bool:
         """Whether the module may leave out of a checkpoint what it does not want (to keep a new head, say)."""
         module = self.lightning_module
@@ -202,7 +145,7 @@ class ResumeHooks(MeshStrategy):
         return (
             type(module).on_load_checkpoint is not pl.LightningModule.on_load_checkpoint
             or type(module).load_state_dict is not torch.nn.Module.load_state_dict
-            or _has_load_hooks(module)
+            or has_load_hooks(module)
         )
 
     def _own_parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,7 +179,7 @@ class ResumeHooks(MeshStrategy):
                 f"The checkpoint does not fit {type(module).__name__}: missing {missing}, unexpected {unexpected}. Set "
                 "`strict_loading = False` in the module to load what fits."
             )
-        if unexpected and _has_load_hooks(module):
+        if unexpected and has_load_hooks(module):
             rank_zero_warn(
                 f"{unexpected} of the checkpoint are not loaded: hooks of `register_load_state_dict_pre_hook` cannot "
                 "rename them, as they see what a rank holds. Rename them in `on_load_checkpoint`."
@@ -294,7 +237,7 @@ class ResumeHooks(MeshStrategy):
             shape, dtype = known[entry]
             parameter = parameters[name]
             if shape == residence.whole_shape(name, parameter):
-                value = _state_like(parameter, dtype, held[name].get(leaf))
+                value = state_like(parameter, dtype, held[name].get(leaf))
                 wanted[entry] = residence.pieces(name, value)
             else:
                 value = torch.empty(shape, dtype=dtype)
@@ -314,7 +257,7 @@ class ResumeHooks(MeshStrategy):
         for number, leaves in state["state"].items():
             name = of[number]
             local = {k: residence.local(name, v) if isinstance(v, Tensor) else v for k, v in leaves.items()}
-            by_name[name] = {leaf: _own_part(value, parameters[name]) for leaf, value in local.items()}
+            by_name[name] = {leaf: own_part(value, parameters[name]) for leaf, value in local.items()}
         return by_name, state["param_groups"]
 
     def _add_groups(self, optimizer: Optimizer, groups: list[Any]) -> None:
@@ -375,47 +318,3 @@ class ResumeHooks(MeshStrategy):
         self._restore_random_state(between_epochs=False)
         assert self.lightning_module is not None
         begin_next_epoch(self.lightning_module.trainer.fit_loop)
-
-
-def with_versions(state: Mapping[str, Any], versions: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict as torch has it: with the versions of the modules, by which some know an old form of theirs."""
-    versioned: OrderedDict[str, Any] = OrderedDict(state)
-    versioned._metadata = versions  # type: ignore[attr-defined]
-    return versioned
-
-
-def _has_load_hooks(module: torch.nn.Module) -> bool:
-    return any(each._load_state_dict_pre_hooks for each in module.modules())
-
-
-def plain_optimizer(optimizer: Any) -> Optimizer:
-    """An optimizer without Lightning's wrapper."""
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-def sharded_leaf(value: Any, held: Tensor, parameter: Tensor) -> Any:
-    """A leaf of optimizer state as the module has the parameter: of a piece's state, a sharded tensor."""
-    if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == held.shape:
-        return sharded_like(value, parameter)
-    return value
-
-
-def _room_like(now: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room in host memory for what this rank holds of a tensor; padding is zero."""
-    room = torch.zeros(local_of(now).shape, dtype=dtype)
-    return sharded_like(room, now) if is_sharded(now) else room
-
-
-def _state_like(parameter: Tensor, dtype: torch.dtype, held: Any) -> Tensor:
-    """Where an optimizer's state of a parameter goes: where it was, if the optimizer has some already."""
-    local = local_of(parameter)
-    if isinstance(held, Tensor) and held.shape == local.shape and held.dtype == dtype:
-        return sharded_like(held, parameter) if is_sharded(parameter) else held
-    return _room_like(parameter, dtype)
-
-
-def _own_part(value: Any, parameter: Tensor) -> Any:
-    """This rank's part of a whole leaf of optimizer state."""
-    if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
-        return piece_of(value, parameter)
-    return value

@@ -1,5 +1,7 @@
 """Replacing, removing and listing of checkpoint folders."""
 
+import argparse
+import datetime
 import json
 import os
 import pickle
@@ -7,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,6 +108,25 @@ def test_a_list_of_files_reaches_no_file_outside(one_rank: None, tmp_path: Path)
     (tmp_path / "b").write_bytes((path / "meta.pt").read_bytes())
     with pytest.raises(CheckpointError):
         verify(path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Path("a/b"), np.float32(1.5), np.int64(3), datetime.timedelta(1), argparse.Namespace(a=1), range(3), {1, 2}],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_that_hyperparameters_often_have(one_rank: None, tmp_path: Path, value: Any) -> None:
+    save_checkpoint(tmp_path / "x", {}, {"hyper_parameters": {"it": value}})
+    found = load_metadata(tmp_path / "x")["hyper_parameters"]["it"]
+    assert found == value and type(found) is type(value)
+
+
+def test_arrays_come_back_and_code_in_them_does_not(one_rank: None, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "x", {}, {"it": np.arange(3.0)})
+    assert load_metadata(tmp_path / "x")["it"].tolist() == [0, 1, 2]
+    with pytest.raises(CheckpointError, match="cannot be loaded safely"):
+        save_checkpoint(tmp_path / "y", {}, {"it": np.array([_Payload(str(tmp_path / "ran"))])})
+    assert not (tmp_path / "ran").exists()
 
 
 class _Payload:

@@ -113,7 +113,7 @@ def make_trainer(job: dict[str, Any], layout: dict[str, Any], **options: Any) ->
 
 
 def main(job: dict[str, Any]) -> None:
-    from lnn_lightning.checkpoint import shared_folder
+    from lnn_lightning.parallel import shared_folder
 
     shared_folder.PATIENCE = 0.5
     folder = Path(job["shared"])

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lnn_lightning.checkpoint import CheckpointError, shared_folder
+from lnn_lightning.checkpoint import CheckpointError
+from lnn_lightning.parallel import shared_folder
 from lnn_lightning.parallel.shared_folder import check_same_found, check_seen, check_shared
 from tests.helpers.hosts import need_namespaces
 from tests.helpers.ranks import run_ranks

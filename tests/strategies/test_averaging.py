@@ -52,6 +52,24 @@ class Saving(EMAWeightAveraging):
         super().on_train_end(trainer, pl_module)
 
 
+class SavingSwa(StochasticWeightAveraging):
+    """Saves a checkpoint behind the second epoch, from which the average begins."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(swa_lrs=0.05, swa_epoch_start=1)
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        super().on_train_epoch_end(trainer, *args)
+        if self.path and trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
+
+
+def _swa(rank: int, world_size: int, layout: dict[str, Any], save: str, resume: str) -> Any:
+    KINDS["swa"] = lambda: SavingSwa(save)
+    return _train(rank, world_size, layout, "swa", 4, "", resume)
+
+
 def size_of(layout: dict[str, Any]) -> int:
     model_parallel = layout.get("pipeline_parallel_size", 1) * layout.get("tensor_parallel_size", 1)
     return model_parallel * layout["data_parallel_size"]
@@ -86,3 +104,14 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
             assert own_loss == pytest.approx(loss, rel=1e-9)
             for key, value in expected.items():
                 assert relative_error(state[key], value) < 1e-9, key
+
+
+@pytest.mark.parametrize("name", ["pipeline", "tensor", "tensor-zero3"])
+def test_an_average_in_a_callback_goes_on(name: str, tmp_path: Path) -> None:
+    """`StochasticWeightAveraging` keeps the average in its own state: each rank has its part of that, too."""
+    path, size = str(tmp_path / "half.ckpt"), size_of(LAYOUTS[name])
+    expected = launch_ranks(_swa, size, LAYOUTS[name], path, "")
+    assert any(key.startswith("callback.") for key in tensor_names(path))
+    for (state, _), (whole, _) in zip(launch_ranks(_swa, size, LAYOUTS[name], "", path), expected, strict=True):
+        for key, value in whole.items():
+            assert torch.equal(state[key], value), key

@@ -1,0 +1,64 @@
+"""Values of checkpoints as the module and its optimizers hold them: parts, pieces, room for them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lnn_lightning.parallel.data.shards import is_sharded, local_of, piece_of, sharded_like
+
+
+def callback_part(callback: str, name: str) -> str:
+    """What a state dict of the module in a callback's state is called in a checkpoint."""
+    return f"callback.{callback}.{name}"
+
+
+def with_versions(state: Mapping[str, Any], versions: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict as torch has it: with the versions of the modules, by which some know an old form of theirs."""
+    versioned: OrderedDict[str, Any] = OrderedDict(state)
+    versioned._metadata = versions  # type: ignore[attr-defined]
+    return versioned
+
+
+def has_load_hooks(module: torch.nn.Module) -> bool:
+    """Whether some module changes a state dict before it is loaded."""
+    return any(each._load_state_dict_pre_hooks for each in module.modules())
+
+
+def plain_optimizer(optimizer: Any) -> Optimizer:
+    """An optimizer without Lightning's wrapper."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def sharded_leaf(value: Any, held: Tensor, parameter: Tensor) -> Any:
+    """A leaf of optimizer state as the module has the parameter: of a piece's state, a sharded tensor."""
+    if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == held.shape:
+        return sharded_like(value, parameter)
+    return value
+
+
+def room_like(now: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room in host memory for what this rank holds of a tensor; padding is zero."""
+    room = torch.zeros(local_of(now).shape, dtype=dtype)
+    return sharded_like(room, now) if is_sharded(now) else room
+
+
+def state_like(parameter: Tensor, dtype: torch.dtype, held: Any) -> Tensor:
+    """Where an optimizer's state of a parameter goes: where it was, if the optimizer has some already."""
+    local = local_of(parameter)
+    if isinstance(held, Tensor) and held.shape == local.shape and held.dtype == dtype:
+        return sharded_like(held, parameter) if is_sharded(parameter) else held
+    return room_like(parameter, dtype)
+
+
+def own_part(value: Any, parameter: Tensor) -> Any:
+    """This rank's part of a whole leaf of optimizer state."""
+    if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
+        return piece_of(value, parameter)
+    return value
