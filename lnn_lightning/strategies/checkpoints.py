@@ -42,6 +42,7 @@ class CheckpointHooks(ResumeHooks):
     _async_save = False
     _writer: BackgroundWriter | None = None
     _checkpoint_group: dist.ProcessGroup | None = None
+    _group_of: dist.ProcessGroup | None = None
     _will_wait = False
 
     @property
@@ -55,8 +56,9 @@ class CheckpointHooks(ResumeHooks):
         Raises:
             CheckpointError: there is a plugin that would never be asked.
         """
-        if self._checkpoint_group is None:
+        if self._checkpoint_group is None or self._group_of is not dist.group.WORLD:
             self._checkpoint_group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._group_of = dist.group.WORLD
         given = self.checkpoint_io
         inner = given.checkpoint_io if isinstance(given, AsyncCheckpointIO) else given
         if inner is not None and type(inner) is not TorchCheckpointIO:
@@ -155,11 +157,12 @@ class CheckpointHooks(ResumeHooks):
         """State dicts of the module in callbacks' states (`StochasticWeightAveraging`): which callback, where, what."""
         assert self.lightning_module is not None
         keys, found = set(self.lightning_module.state_dict()), []
-        for callback, state in checkpoint.get("callbacks", {}).items():
-            for name, value in list(state.items()) if isinstance(state, dict) else []:
+        states = checkpoint.get("callbacks", {})
+        for callback, state in list(states.items()):
+            for name, value in state.items() if isinstance(state, dict) else []:
                 if isinstance(value, Mapping) and value and set(value) == keys:
                     found.append((callback, name, value))
-                    state[name] = None
+                    states[callback] = {**states[callback], name: None}
         return found
 
     def _entries(
@@ -226,11 +229,10 @@ class CheckpointHooks(ResumeHooks):
         failing = sys.exc_info()[0] is not None
         try:
             self.finish_saving(_GIVE_UP if failing else None)
-        except CheckpointError:
-            if not failing:
+        except Exception:
+            if not failing:  # else that error is what the user needs to know
                 raise
         finally:
-            self._checkpoint_group = None
             super().teardown()
 
 

@@ -110,6 +110,7 @@ class ResumeHooks(IntactHooks):
         names, tied, values = residence.name_of_key(), ours.get("tied", {}), ours["values"]
         in_place = part == "state_dict" and not self._hooks_see_the_state()
         read: dict[str, Any] = {key: now for key, now in state.items() if is_stand_in(now)}
+        made: dict[str, Tensor] = {}
         wanted: dict[str, Pieces] = {}
         for key in residence.own_keys():
             first = tied.get(key, key)
@@ -117,12 +118,12 @@ class ResumeHooks(IntactHooks):
             if entry in values:
                 read[key] = values[entry]
             elif entry in known and isinstance(now, Tensor):
-                if key == first or first not in read:
+                if first not in made:
                     # straight into the module, where neither an average nor a hook needs the values apart
                     direct = in_place and now.dtype == known[entry][1]
-                    read[first] = now.detach() if direct else room_like(now, known[entry][1])
-                    wanted[entry] = residence.pieces(names.get(key), read[first])
-                read[key] = read[first]
+                    made[first] = now.detach() if direct else room_like(now, known[entry][1])
+                    wanted[entry] = residence.pieces(names.get(key), made[first])
+                read[key] = made[first]
         stored = {name.removeprefix(f"{part}.") for name in [*known, *values] if name.startswith(f"{part}.")}
         for key in stored - set(state):
             entry = f"{part}.{key}"
