@@ -35,12 +35,23 @@ def put_in_place(folder: Path) -> None:
     remove(old)
 
 
-def repair(folder: Path) -> None:
-    """Brings back a folder whose replacement was cut off, where the file system cannot exchange two in one move."""
-    if folder.exists() or folder.is_symlink():
-        return
-    if _aside(folder).is_dir():
-        _aside(folder).rename(folder)
+def repair(folder: Path) -> bool:
+    """Brings back a folder whose replacement was cut off, where the file system cannot exchange two in one move.
+
+    Returns:
+        Whether it had to be brought back.
+    """
+    if folder.exists() or folder.is_symlink() or not _aside(folder).is_dir():
+        return False
+    _aside(folder).rename(folder)
+    return True
+
+
+def repair_all(parent: Path) -> list[Path]:
+    """Brings back all folders in one whose replacement was cut off; which."""
+    aside = _aside(parent / "*").name
+    names = [each.name[1 : -len(aside[2:])] for each in parent.glob(aside)]
+    return [parent / name for name in names if repair(parent / name)]
 
 
 def remove(path: Path) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lnn_lightning.checkpoint import CheckpointError, is_distributed_checkpoint, load_metadata
-from lnn_lightning.checkpoint.folder import repair
+from lnn_lightning.checkpoint.folder import repair, repair_all
 from lnn_lightning.checkpoint.manifest import MANIFEST, newest_first, verify
 from lnn_lightning.parallel.shared_folder import check_seen
 from lnn_lightning.strategies.mesh import MeshStrategy
@@ -49,6 +50,23 @@ class IntactHooks(MeshStrategy):
                 rank_zero_warn(f"{problem} The newest checkpoint that is complete is loaded in its place: {other}.")
                 return other
         raise error(f"{problem} There is no other complete checkpoint in {path.parent}.")
+
+    def _bring_back(self, trainer: pl.Trainer) -> None:
+        """Checkpoints whose replacement was cut off are not there when Lightning looks for the last one. Collective.
+
+        Raises:
+            CheckpointError: one was brought back, and this run may be about to begin without it.
+        """
+        back: list[str] = []
+        if self.is_global_zero:
+            folders = [each.dirpath for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+            back = [str(path) for folder in folders if folder is not None for path in repair_all(Path(folder))]
+        back = self.broadcast(back)
+        if back:
+            raise CheckpointError(
+                f"{back[0]} was being replaced when an earlier run was killed, and was not there when this one looked "
+                "for its last checkpoint. It is there again: start the run once more."
+            )
 
     def _problem(self, path: Path) -> str | None:
         """What is wrong with a checkpoint, found by all ranks together: each reads a share of the files."""

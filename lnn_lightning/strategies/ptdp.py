@@ -194,6 +194,8 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         if not isinstance(trainer._signal_connector, AgreedSignals):
             trainer._signal_connector = AgreedSignals(trainer, self)
         self.prepare_checkpoints()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._bring_back(trainer)
         module = self.lightning_module
         batch = None
         if new := self._engine is None or self._engine.root is not module:

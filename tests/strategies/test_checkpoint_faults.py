@@ -96,6 +96,25 @@ def test_a_torn_checkpoint_is_named_and_the_last_good_one_taken(tmp_path: Path) 
         assert step == 8
 
 
+def _cut_off(rank: int, world_size: int, folder: str) -> Any:
+    train(world_size, PIPELINE, folder, steps=4)
+    if rank == 0:
+        Path(folder, "last.ckpt").rename(Path(folder, ".last.ckpt.replaced"))
+    said = ""
+    try:
+        train(world_size, PIPELINE, folder, "last", steps=6)
+    except CheckpointError as error:
+        said = str(error)
+    return said, sorted(train(world_size, PIPELINE, folder, "last", steps=6)[1].seen)
+
+
+def test_a_replacement_that_was_cut_off_does_not_begin_a_run_anew(tmp_path: Path) -> None:
+    """Where the file system cannot exchange names, a kill leaves no last checkpoint for Lightning to find."""
+    for said, seen in launch_ranks(_cut_off, 2, str(tmp_path)):
+        assert "last.ckpt was being replaced" in said and "start the run once more" in said
+        assert seen == [5, 6]
+
+
 def _link(rank: int, world_size: int, folder: str) -> Any:
     options: dict[str, Any] = {"save_top_k": 2, "monitor": "step", "mode": "max", "save_last": "link"}
     callback = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, **options)
