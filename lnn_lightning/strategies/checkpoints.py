@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor
@@ -66,6 +67,26 @@ class CheckpointHooks(ResumeHooks):
                 f"{type(inner).__name__} would never be asked: {type(self).__name__} writes checkpoints by all ranks "
                 "together. Leave the plugin out (`AsyncCheckpointIO()` alone is understood: it saves in background)."
             )
+
+    def refuse_hyperparameters(self, trainer: pl.Trainer) -> None:
+        """Tells at the start, not at the first save, what no checkpoint could bring back.
+
+        Raises:
+            CheckpointError: names the hyper-parameter.
+        """
+        if not trainer.checkpoint_callbacks:
+            return
+        for owner in (self.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
+            for name, value in dict(getattr(owner, "hparams", {})).items():
+                try:
+                    packed({name: value})
+                except Exception as error:
+                    raise CheckpointError(
+                        f"The hyper-parameter {name!r} of {type(owner).__name__} is a {type(value).__name__}, which no "
+                        f"checkpoint brings back without running code. Leave it out: "
+                        f"`self.save_hyperparameters(ignore=[{name!r}])`, or save what it is made from (numbers, "
+                        "strings, lists, dicts, tensors, paths)."
+                    ) from error
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -195,6 +195,7 @@ class PTDPStrategy(ZeroHooks, DataHooks):
             trainer._signal_connector = AgreedSignals(trainer, self)
         self.prepare_checkpoints()
         if trainer.state.fn == TrainerFn.FITTING:
+            self.refuse_hyperparameters(trainer)
             self._bring_back(trainer)
         module = self.lightning_module
         batch = None

@@ -17,7 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO, XLACheckpointIO
-from torch import Tensor
+from torch import Tensor, nn
 
 from lnn_lightning import PTDPStrategy
 from lnn_lightning.checkpoint import CheckpointError, load_full_state_dict, load_metadata
@@ -233,6 +233,34 @@ def test_a_checkpoint_plugin_that_would_never_be_asked_is_refused(tmp_path: Path
     assert launch_ranks(_plugin, 1, str(tmp_path / "b"), AsyncCheckpointIO()) == [6]
     with pytest.raises(RanksFailed, match="XLACheckpointIO would never be asked"):
         launch_ranks(_plugin, 1, str(tmp_path / "c"), object.__new__(XLACheckpointIO))
+
+
+class Holds(Seeded):
+    def __init__(self, loss: Any, folder: Path) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def _hyperparameter(rank: int, world_size: int, folder: str, loss: Any) -> str:
+    torch.manual_seed(3)
+    random.seed(4)
+    checkpoint = ModelCheckpoint(folder, every_n_train_steps=1)
+    trainer = quiet_trainer(
+        PTDPStrategy(**PIPELINE), world_size, max_steps=1, callbacks=[checkpoint], enable_checkpointing=True
+    )
+    try:
+        trainer.fit(Holds(loss, Path(folder)), Resumable(0))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_hyperparameter_that_could_not_be_loaded_is_told_at_the_start(tmp_path: Path) -> None:
+    for said in launch_ranks(_hyperparameter, 2, str(tmp_path), nn.CrossEntropyLoss()):
+        assert "hyper-parameter 'loss' of Holds is a CrossEntropyLoss" in said and "ignore=['loss']" in said
+    assert os.listdir(tmp_path) == []
+    assert launch_ranks(_hyperparameter, 2, str(tmp_path), 0.5) == ["", ""]
+    assert os.listdir(tmp_path) != []
 
 
 def _weights_only(rank: int, world_size: int, folder: str) -> str:
