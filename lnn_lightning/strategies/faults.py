@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
 SHARE_OF_TIMEOUT = 0.9
 """After this part of a collective's timeout without progress, all ranks say what they are doing."""
-_COLLECTIVE = ("gloo", "nccl", "processgroup", "tcpstore", "connection closed by peer", "connection reset by peer")
+_COLLECTIVE = (
+    "gloo",
+    "nccl",
+    "processgroup",
+    "tcpstore",
+    "connection closed by peer",
+    "connection reset by peer",
+    "caused pair closure",
+)
 _TIMEOUT = ("timed out", "timeout")
 _NEWS = 3.0
 """Seconds within which the watch hears why a collective failed."""
