@@ -11,7 +11,6 @@ import io
 import os
 import pickle
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from lnn_lightning.checkpoint.manifest import (
 from lnn_lightning.checkpoint.pieces import Pieces, whole_tensor
 from lnn_lightning.checkpoint.records import read_items
 from lnn_lightning.checkpoint.safe import values_allowed
+from lnn_lightning.checkpoint.states import OURS, whole_state
 
 _INDEX = ".metadata"
 _META = "meta.pt"
@@ -74,7 +74,11 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class _SafeReader(FileSystemReader):
+    _metadata: Metadata | None = None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is not None:
+            return self._metadata
         file = Path(self.path) / _INDEX
         try:
             with open(file, "rb") as stream:
@@ -92,7 +96,7 @@ class _SafeReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         if (Path(self.path) / MANIFEST).is_file():
-            return read_items(Path(self.path), self._metadata, plan, planner)
+            return read_items(Path(self.path), self.read_metadata(), plan, planner)
         return super().read_data(plan, planner)  # the first format
 
 
@@ -233,7 +237,7 @@ def load_metadata(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError(f"{path} is no checkpoint folder of lnn_lightning: it has no {_META}.")
     metadata = _unpacked(file, str(file))
-    if metadata.get("lnn_lightning", {}).get("format", 1) > 1:  # the first format had no list of its files
+    if metadata.get(OURS, {}).get("format", 1) > 1:  # the first format had no list of its files
         read_manifest(Path(path))
     return metadata
 
@@ -253,10 +257,13 @@ def _unpacked(file: Path | io.BytesIO, name: str) -> dict[str, Any]:
 
 def tensor_names(path: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Names, shapes and dtypes of the tensors in a checkpoint."""
-    entries = _SafeReader(path).read_metadata().state_dict_metadata
+    return _names_in(_SafeReader(path).read_metadata())
+
+
+def _names_in(index: Metadata) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {
         name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in entries.items()
+        for name, entry in index.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
 
@@ -269,7 +276,8 @@ def read_pieces(path: str | Path, wanted: Mapping[str, Pieces]) -> None:
     """
     if not wanted:
         return
-    known = tensor_names(path)
+    reader = _SafeReader(path)
+    known = _names_in(reader.read_metadata())
     for name, pieces in wanted.items():
         if name not in known:
             missing = sum(each not in known for each in wanted)
@@ -280,7 +288,7 @@ def read_pieces(path: str | Path, wanted: Mapping[str, Pieces]) -> None:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             planner = _Loading(flatten_state_dict=False, flatten_sharded_tensors=False)
-            dcp.load(dict(wanted), storage_reader=_SafeReader(path), planner=planner, no_dist=True)
+            dcp.load(dict(wanted), storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointException as error:
             cause, _ = next(iter(error.failures.values()))
             raise CheckpointError(f"{path} cannot be read: {type(cause).__name__}: {cause}") from error
@@ -303,14 +311,6 @@ def load_tensors(path: str | Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 def load_full_state_dict(path: str | Path) -> dict[str, Any]:
     """The whole ``state_dict`` of the module in a checkpoint, without any process group."""
-    prefix = "state_dict."
-    names = [name for name in tensor_names(path) if name.startswith(prefix)]
-    ours = load_metadata(path).get("lnn_lightning", {})
-    state: dict[str, Any] = {
-        name.removeprefix(prefix): tensor for name, tensor in load_tensors(path, names).items()
-    } | {name.removeprefix(prefix): value for name, value in ours.get("values", {}).items() if name.startswith(prefix)}
-    tied = {key: first for key, first in ours.get("tied", {}).items() if first in state}
-    whole: OrderedDict[str, Any] = OrderedDict(state | {key: state[first] for key, first in tied.items()})
-    if "versions" in ours:
-        whole._metadata = ours["versions"]  # type: ignore[attr-defined]
-    return whole
+    names = [name for name in tensor_names(path) if name.startswith("state_dict.")]
+    ours = load_metadata(path).get(OURS, {})
+    return whole_state({**load_tensors(path, names), **ours.get("values", {})}, "state_dict", ours)

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from lnn_lightning.checkpoint.distributed import (
     is_distributed_checkpoint,
@@ -27,11 +26,10 @@ from lnn_lightning.checkpoint.folder import beside, put_in_place, remove, sync_f
 from lnn_lightning.checkpoint.hub import bytes_of, write_file, write_folder
 from lnn_lightning.checkpoint.pieces import whole_tensor
 from lnn_lightning.checkpoint.sources import Folder, Known, open_source
+from lnn_lightning.checkpoint.states import MODULE_STATES, OURS, callback_part, same_values, whole_state
 from lnn_lightning.checkpoint.torch_file import Blanks, save_by_tensor
 
 Format = Literal["lightning", "safetensors"]
-_OURS = "lnn_lightning"
-_MODULE_STATES = ("state_dict", "current_model_state")
 _PLUGINS = {f"Mesh{name}": name for name in ("Precision", "DoublePrecision", "HalfPrecision", "MixedPrecision")}
 _AT_ONCE = 64 << 20
 """Bytes of small tensors that are read together."""
@@ -145,17 +143,17 @@ def plain_checkpoint(metadata: Mapping[str, Any], known: Known, blanks: Blanks) 
         known: its tensors.
         blanks: makes them.
     """
-    content = {_PLUGINS.get(key, key): value for key, value in metadata.items() if key != _OURS}
-    ours = metadata[_OURS]
+    content = {_PLUGINS.get(key, key): value for key, value in metadata.items() if key != OURS}
+    ours = metadata[OURS]
     entries = {name: blanks(name, *known[name]) for name in in_order(known)} | ours["values"]
-    for part in _MODULE_STATES:
-        start = f"{part}."
-        state = {name.removeprefix(start): value for name, value in entries.items() if name.startswith(start)}
+    for part in MODULE_STATES:
+        state = whole_state(entries, part, ours)
         if state or part == "state_dict":
-            tied = {key: state[first] for key, first in ours.get("tied", {}).items() if first in state}
-            content[part] = state | tied
+            content[part] = state
+    for callback, name in ours.get("averages", []):
+        content["callbacks"][callback][name] = whole_state(entries, callback_part(callback, name), ours)
     read = [rank["loaders"] for rank in ours.get("ranks", ())]
-    if read and read[0] and all(_same(each, read[0]) for each in read):  # else each has read other samples
+    if read and read[0] and all(same_values(each, read[0]) for each in read):  # else each has read other samples
         content["loops"]["fit_loop"]["state_dict"]["combined_loader"] = read[0]
     groups = ours["optimizer_groups"]
     if groups or "lr_schedulers" in content:
@@ -177,14 +175,6 @@ def _numbered(index: int, groups: list[dict[str, Any]], entries: Mapping[str, An
         "state": {number: by_name[name] for number, name in enumerate(names) if name in by_name},
         "param_groups": [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups],
     }
-
-
-def _same(first: Any, second: Any) -> bool:
-    (leaves, structure), (others, other) = tree_flatten(first), tree_flatten(second)
-    return structure == other and all(
-        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
-        for a, b in zip(leaves, others, strict=True)
-    )
 
 
 # ------------------------------------------------------------------------------------------------ safetensors

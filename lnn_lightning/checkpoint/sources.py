@@ -29,9 +29,10 @@ from lnn_lightning.checkpoint.hub import INDEX, SafetensorsFiles
 from lnn_lightning.checkpoint.manifest import verify
 from lnn_lightning.checkpoint.pieces import Pieces
 from lnn_lightning.checkpoint.safe import values_allowed
+from lnn_lightning.checkpoint.states import OURS
 
 Known = dict[str, tuple[tuple[int, ...], torch.dtype]]
-_OURS, _STATE = "lnn_lightning", "state_dict."
+_STATE = "state_dict."
 
 
 class Source(Protocol):
@@ -88,7 +89,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        ours = load_metadata(path).get(_OURS, {})
+        ours = load_metadata(path).get(OURS, {})
         self._summed = ours.get("format", 1) > 1
         known = tensor_names(path)
         self._known = {key.removeprefix(_STATE): what for key, what in known.items() if key.startswith(_STATE)}

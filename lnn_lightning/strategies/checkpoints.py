@@ -22,13 +22,14 @@ from lnn_lightning.checkpoint.background import BackgroundWriter
 from lnn_lightning.checkpoint.distributed import packed, together
 from lnn_lightning.checkpoint.folder import remove
 from lnn_lightning.checkpoint.pieces import Pieces
+from lnn_lightning.checkpoint.states import MODULE_STATES, OURS, callback_part
 from lnn_lightning.parallel.data.shards import local_of
 from lnn_lightning.parallel.shared_folder import check_shared
 from lnn_lightning.parallel.step.standin import is_stand_in
-from lnn_lightning.strategies.intact import OURS
-from lnn_lightning.strategies.leaves import callback_part, plain_optimizer, sharded_leaf
+from lnn_lightning.parallel.watch import while_doing
+from lnn_lightning.strategies.leaves import plain_optimizer, sharded_leaf
 from lnn_lightning.strategies.positions import random_state, take_loader_states
-from lnn_lightning.strategies.resuming import MODULE_STATES, ResumeHooks
+from lnn_lightning.strategies.resuming import ResumeHooks
 
 FORMAT = 2
 log = logging.getLogger(__name__)
@@ -119,6 +120,10 @@ class CheckpointHooks(ResumeHooks):
             raise TypeError("`Trainer.save_checkpoint(..., storage_options=...)` is not supported by this strategy.")
         if sys.exc_info()[0] is not None and not self._all_are_here(filepath):
             return
+        with while_doing("saving %s", filepath):
+            self._save(checkpoint, filepath)
+
+    def _save(self, checkpoint: dict[str, Any], filepath: Any) -> None:
         path = Path(self.broadcast(str(filepath)))
         self.finish_saving()
         check_shared(path.parent, self._checkpoint_group)

@@ -14,10 +14,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lnn_lightning.checkpoint import CheckpointError, is_distributed_checkpoint, load_metadata
 from lnn_lightning.checkpoint.folder import repair, repair_all
 from lnn_lightning.checkpoint.manifest import MANIFEST, newest_first, verify
+from lnn_lightning.checkpoint.states import OURS
 from lnn_lightning.parallel.shared_folder import check_seen
 from lnn_lightning.strategies.mesh import MeshStrategy
 
-OURS = "lnn_lightning"
 _HPC = "hpc_ckpt_"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,18 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lnn_lightning.parallel.data.shards import is_sharded, local_of, piece_of, sharded_like
-
-
-def callback_part(callback: str, name: str) -> str:
-    """What a state dict of the module in a callback's state is called in a checkpoint."""
-    return f"callback.{callback}.{name}"
-
-
-def with_versions(state: Mapping[str, Any], versions: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict as torch has it: with the versions of the modules, by which some know an old form of theirs."""
-    versioned: OrderedDict[str, Any] = OrderedDict(state)
-    versioned._metadata = versions  # type: ignore[attr-defined]
-    return versioned
 
 
 def has_load_hooks(module: torch.nn.Module) -> bool:

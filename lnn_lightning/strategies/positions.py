@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lnn_lightning.checkpoint.states import same_values
+
 _LOADERS = "combined_loader"
 
 
@@ -94,20 +96,10 @@ def loader_states_for(
     states = [ranks[saved_rank(saved, each)]["loaders"] for each in range(saved[1])]
     if saved[1] == data_size:
         return list(states[data_rank])
-    if all(_equal(state, states[0]) for state in states[1:]):
+    if all(same_values(state, states[0]) for state in states[1:]):
         return list(states[0])
     rank_zero_warn(
         f"The checkpoint knows how far the dataloaders of {saved[1]} data ranks had read, and there are {data_size} "
         "now: the epoch's data starts anew. Resume with the same `data_parallel_size` to go on where it ended."
     )
     return []
-
-
-def _equal(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return first.shape == second.shape and bool((first == second).all())
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return first.keys() == second.keys() and all(_equal(first[key], second[key]) for key in first)
-    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        return len(first) == len(second) and all(map(_equal, first, second))
-    return bool(first == second)

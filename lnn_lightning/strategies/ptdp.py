@@ -31,7 +31,7 @@ from lnn_lightning.parallel.step.batch import batch_size_of
 from lnn_lightning.parallel.step.standin import convert_module, has_stand_ins
 from lnn_lightning.parallel.tensor.install import is_divided
 from lnn_lightning.parallel.tensor.table import tensor_table
-from lnn_lightning.parallel.watch import doing, while_doing
+from lnn_lightning.parallel.watch import doing
 from lnn_lightning.precision import MeshAgreement, loss_scale, mesh_precision
 from lnn_lightning.strategies.averaging import divide_averages
 from lnn_lightning.strategies.data import DataHooks
@@ -368,18 +368,6 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         signals = self.lightning_module.trainer._signal_connector
         assert isinstance(signals, AgreedSignals)
         return signals
-
-    # ---------------------------------------------------------------- checkpoints
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        with while_doing("saving %s", filepath):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        with while_doing("loading %s", checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
 
     # ---------------------------------------------------------------- the module as a whole
 

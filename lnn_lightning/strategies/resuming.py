@@ -17,17 +17,17 @@ from lnn_lightning.checkpoint import CheckpointError, load_metadata, tensor_name
 from lnn_lightning.checkpoint.distributed import read_pieces
 from lnn_lightning.checkpoint.pieces import Pieces, whole_tensor
 from lnn_lightning.checkpoint.sources import load_safely
+from lnn_lightning.checkpoint.states import MODULE_STATES, OURS, callback_part, with_versions
 from lnn_lightning.parallel.data.shards import is_sharded, local_of, piece_of, sharded_like
 from lnn_lightning.parallel.step.standin import is_stand_in
-from lnn_lightning.strategies.intact import OURS, IntactHooks
+from lnn_lightning.parallel.watch import while_doing
+from lnn_lightning.strategies.intact import IntactHooks
 from lnn_lightning.strategies.leaves import (
-    callback_part,
     has_load_hooks,
     own_part,
     plain_optimizer,
     room_like,
     state_like,
-    with_versions,
 )
 from lnn_lightning.strategies.positions import (
     begin_next_epoch,
@@ -37,9 +37,6 @@ from lnn_lightning.strategies.positions import (
     restore_random_state,
     saved_rank,
 )
-
-MODULE_STATES = ("state_dict", "current_model_state")
-"""State dicts of the module in a checkpoint; the second is what `WeightAveraging` calls the one that is trained."""
 
 
 class ResumeHooks(IntactHooks):
@@ -67,9 +64,12 @@ class ResumeHooks(IntactHooks):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = self._intact(checkpoint_path)
-        if not path.is_dir():
-            return self._one_file(path)
+        with while_doing("loading %s", checkpoint_path):
+            path = self._intact(checkpoint_path)
+            return self._folder(path) if path.is_dir() else self._one_file(path)
+
+    def _folder(self, path: Path) -> dict[str, Any]:
+        """A checkpoint of this package: its tensors are read here, those of the optimizers when they are there."""
         checkpoint = load_metadata(path)
         ours = checkpoint[OURS]
         names = tensor_names(path)

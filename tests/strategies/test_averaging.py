@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 
 from lnn_lightning import PTDPStrategy
 from lnn_lightning.checkpoint import load_full_state_dict, tensor_names
+from lnn_lightning.checkpoint.export import export
 from tests.helpers.ranks import launch_ranks
 from tests.helpers.reference import quiet_trainer, relative_error
 from tests.test_reports_zero import BOTH, ZERO, Model, Shares
@@ -115,3 +116,7 @@ def test_an_average_in_a_callback_goes_on(name: str, tmp_path: Path) -> None:
     for (state, _), (whole, _) in zip(launch_ranks(_swa, size, LAYOUTS[name], "", path), expected, strict=True):
         for key, value in whole.items():
             assert torch.equal(state[key], value), key
+    export(path, tmp_path / "one.ckpt")
+    state, _ = launch_ranks(_swa, 1, {"microbatches": 1}, "", str(tmp_path / "one.ckpt"))[0]
+    for key, value in expected[0][0].items():
+        assert relative_error(state[key], value) < 1e-9, key

@@ -188,7 +188,8 @@ class Residence:
 
     def writes(self, name: str | None) -> bool:
         """Whether this rank may write a tensor to a checkpoint. Buffers differ between ranks: one of them counts."""
-        if name is None or name in dict(self.root.named_parameters()):
+        owner, _, attribute = (name or "").rpartition(".")
+        if name is None or attribute not in self.root.get_submodule(owner)._buffers:
             return True
         return self.mesh.rank(DATA) == 0 and self.ranks_of(name)[-1] == self._rank
 
