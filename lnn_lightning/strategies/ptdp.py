@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
@@ -32,16 +30,16 @@ from lnn_lightning.parallel.step.standin import convert_module, has_stand_ins
 from lnn_lightning.parallel.tensor.install import is_divided
 from lnn_lightning.parallel.tensor.table import tensor_table
 from lnn_lightning.parallel.watch import doing
-from lnn_lightning.precision import MeshAgreement, loss_scale, mesh_precision
+from lnn_lightning.precision import MeshAgreement, mesh_precision
 from lnn_lightning.strategies.averaging import divide_averages
 from lnn_lightning.strategies.data import DataHooks
 from lnn_lightning.strategies.effects import set_metric_group
 from lnn_lightning.strategies.initial_weights import read_initial_weights
 from lnn_lightning.strategies.manual import computing_step
+from lnn_lightning.strategies.memory import MemoryHooks
 from lnn_lightning.strategies.peek import peek_batch
 from lnn_lightning.strategies.signals import AgreedSignals
 from lnn_lightning.strategies.steps import LightningObserver, StepDriver
-from lnn_lightning.strategies.zero import ZeroHooks
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ _LOSS_FORM = {
 }
 
 
-class PTDPStrategy(ZeroHooks, DataHooks):
+class PTDPStrategy(MemoryHooks, DataHooks):
     """Trains an unmodified LightningModule on a mesh of pipeline and data ranks.
 
     The module's ``training_step`` is traced once; its blocks are cut into stages, and from then on every rank runs the
@@ -122,6 +120,9 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         check_replicas: bool = False,
         zero_stage: int = 0,
         reshard_between_microbatches: bool = False,
+        recompute: Any = None,
+        activation_compression: Any = None,
+        offload: Any = None,
         evaluation_microbatches: int = 1,
         async_save: bool = False,
         example_batch: Any = None,
@@ -163,26 +164,14 @@ class PTDPStrategy(ZeroHooks, DataHooks):
             sequence_parallel,
             None if tensor_parallel_plan == "auto" else tensor_parallel_plan,
         )
+        self._recompute = recompute
+        self._activation_compression = activation_compression
+        self._offload = offload
         self._check_replicas = check_replicas
         self._async_save = async_save
         self._example_batch = example_batch
         self._initial_weights = initial_weights
-        self._engine: PipelineEngine | None = None
-        self._driver: StepDriver | None = None
         self._group_names: list[list[list[str]]] = []
-
-    @property
-    def engine(self) -> PipelineEngine:
-        """Runs the steps; exists once the Trainer has set up the module."""
-        if self._engine is None:
-            raise RuntimeError("The pipeline does not exist yet: it is made when the Trainer starts.")
-        return self._engine
-
-    @property
-    def driver(self) -> StepDriver:
-        """Runs the steps for the Trainer."""
-        assert self._driver is not None
-        return self._driver
 
     # ---------------------------------------------------------------- setup
 
@@ -205,6 +194,7 @@ class PTDPStrategy(ZeroHooks, DataHooks):
             self._find_loss_form(batch if batch is not None else self._first_batch(trainer))
         convert_module(module, device=self.root_device)
         self.engine.shard(self._zero)
+        self.setup_memory(trainer)
         if new and self._initial_weights is not None:
             self._read_initial_weights(self._initial_weights, module)
         divide_averages(trainer, module)
@@ -285,90 +275,6 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         if (warning := _LOSS_FORM.get(self.engine.loss_form or "")) is not None:
             rank_zero_warn(warning)
 
-    def _example_arguments(self, kind: str) -> tuple[Any, ...]:
-        function = getattr(self.lightning_module, kind)
-        if is_param_in_hook_signature(function, "dataloader_iter", explicit=True):
-            raise StepError(
-                f"{kind}(dataloader_iter) is not supported: take a batch, `{kind}(self, batch, batch_idx)`."
-            )
-        arguments: tuple[Any, ...] = (0,) if is_param_in_hook_signature(function, "batch_idx", min_args=2) else ()
-        if kind != "training_step" and is_param_in_hook_signature(function, "dataloader_idx", explicit=True):
-            arguments += (0,)
-        return arguments
-
-    # ---------------------------------------------------------------- steps
-
-    def _user_step(self, kind: str, arguments: tuple[Any, ...]) -> Any:
-        module, plugin = self.lightning_module, self.precision_plugin
-        context = {
-            "training_step": plugin.train_step_context,
-            "validation_step": plugin.val_step_context,
-            "test_step": plugin.test_step_context,
-            "predict_step": plugin.predict_step_context,
-        }[kind]
-        return partial(_call, module, kind, context, arguments)
-
-    @override
-    def training_step(self, batch: Any, *arguments: Any) -> Any:
-        module = self.lightning_module
-        assert module is not None
-        step = self._user_step("training_step", arguments)
-        scale = loss_scale(self.precision_plugin)
-        if not module.automatic_optimization:
-            return self.driver.train_manually(step, batch, scale)
-        trainer = module.trainer
-        position = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches
-        zeroes = type(module).optimizer_zero_grad is pl.LightningModule.optimizer_zero_grad
-        return self.driver.train(
-            step,
-            batch,
-            scale / trainer.accumulate_grad_batches,
-            sync=self._sync_gradients,
-            continues=position != 0,
-            drop_old=position == 0 and zeroes,
-        )
-
-    @override
-    def validation_step(self, batch: Any, *arguments: Any) -> Any:
-        return self._evaluate("validation_step", batch, arguments)
-
-    @override
-    def test_step(self, batch: Any, *arguments: Any) -> Any:
-        return self._evaluate("test_step", batch, arguments)
-
-    @override
-    def predict_step(self, batch: Any, *arguments: Any) -> Any:
-        return self._evaluate("predict_step", batch, arguments)
-
-    def _evaluate(self, kind: str, batch: Any, arguments: tuple[Any, ...]) -> Any:
-        self._signals.before_evaluation_batch()
-        result = self.driver.evaluate(kind, self._user_step(kind, arguments), batch)
-        doing("waiting for a batch of the %s", kind)
-        return result
-
-    @override
-    def on_validation_start(self) -> None:
-        self._begin_evaluation()
-
-    @override
-    def on_test_start(self) -> None:
-        self._begin_evaluation()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._begin_evaluation()
-
-    def _begin_evaluation(self) -> None:
-        self.engine.residence.synchronize_buffers()
-        self._signals.begin_evaluation(self.root_device)
-
-    @property
-    def _signals(self) -> AgreedSignals:
-        assert self.lightning_module is not None
-        signals = self.lightning_module.trainer._signal_connector
-        assert isinstance(signals, AgreedSignals)
-        return signals
-
     # ---------------------------------------------------------------- the module as a whole
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -389,8 +295,3 @@ class PTDPStrategy(ZeroHooks, DataHooks):
         if self._engine is not None and self._engine.root is self.lightning_module:
             convert_module(self._engine.root, device=torch.device("cpu"))
         super().teardown()
-
-
-def _call(module: Any, kind: str, context: Any, arguments: tuple[Any, ...], batch: Any) -> Any:
-    with context():
-        return getattr(module, kind)(batch, *arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from lnn_lightning.parallel.pipeline.schedules import Placement
 from lnn_lightning.parallel.pipeline.stage import WatchedStage
 from lnn_lightning.parallel.pipeline.train_step import EVALUATION, TRAINING, Step, StepResult, TrainStep
 from lnn_lightning.parallel.step.batch import batch_size_of, own_copy, split_batch
+from lnn_lightning.parallel.step.extension import StepExtension
 from lnn_lightning.parallel.step.materialize import defer_meta_tensors
 from lnn_lightning.parallel.step.observer import StepObserver
 from lnn_lightning.parallel.step.plan import Plan
@@ -101,6 +102,11 @@ class PipelineEngine:
     def is_last(self) -> bool:
         """Whether this rank runs the last stage."""
         return self.rank == self.last_rank
+
+    @property
+    def extensions(self) -> list[StepExtension]:
+        """What is put around the runs of its steps, the first one outermost."""
+        return self.runner.extensions
 
     @property
     def ownership(self) -> Ownership:
@@ -236,6 +242,8 @@ class PipelineEngine:
             self.sharding.begin(len(current.plans))
         self._sync = sync
         try:
+            for extension in self.extensions:
+                extension.begin(len(current.plans), training=True)
             with preserved_rng(device), self.runner.opened():
                 current.weigh()
                 for stage in stages:
@@ -250,6 +258,8 @@ class PipelineEngine:
             raise
         finally:
             self._current = None
+            for extension in self.extensions:
+                extension.finish()
         if sync:
             doing("summing gradients over ranks")
             if self._replica is not None:
@@ -280,9 +290,15 @@ class PipelineEngine:
             self._schedules[count] = (self.placement.build(stages, count), stages)
         return self._schedules[count]
 
-    def _during_backward(self, stage: int, index: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def _during_backward(self, stage: int, index: int) -> Iterator[None]:
         assert self._current is not None
-        return self.runner.backward(self._current.plans[index], stage, self.seed_for(TRAINING, index))
+        with ExitStack() as stack:
+            for extension in self.extensions:
+                stack.enter_context(extension.backward(stage, index))
+            plan, seed = self._current.plans[index], self.seed_for(TRAINING, index)
+            stack.enter_context(self.runner.backward(plan, stage, seed))
+            yield
 
     def _before_backward(self, stage: int, last: bool) -> None:
         if self.sharding is not None:
@@ -294,7 +310,10 @@ class PipelineEngine:
 
     def _run_stage(self, stage: int, received: Sequence[Tensor], index: int) -> Any:
         assert self._current is not None
-        return self._current.run(stage, received, index)
+        with ExitStack() as stack:
+            for extension in self.extensions:
+                stack.enter_context(extension.forward(stage, index))
+            return self._current.run(stage, received, index)
 
     def seed_for(self, phase: int, index: int) -> int:
         """Seed of a micro-batch of the current step."""
@@ -328,13 +347,19 @@ class PipelineEngine:
             part = own_copy(parts[index]) if plans[index].trace.mutates_batch else parts[index]
             with self.observer.recording(index) if last else self.observer.passing(undo=self.is_last):
                 seed = self.seed_for(EVALUATION, index)
-                sent, result = self.runner.run_stage(plans[index], stage, received, lambda: step(part), seed)
+                sent, result = self.runner.run_stage(plans[index], stage, received, lambda: step(part), seed, index)
             if last:
                 outputs.append(result)
             return sent
 
-        with preserved_rng(device), self.runner.opened():
-            forward_only(plans, self.placement, self.rank, run, self.mesh.group(PIPELINE), device)
+        try:
+            for extension in self.extensions:
+                extension.begin(len(parts), training=False)
+            with preserved_rng(device), self.runner.opened():
+                forward_only(plans, self.placement, self.rank, run, self.mesh.group(PIPELINE), device)
+        finally:
+            for extension in self.extensions:
+                extension.finish()
         self.steps_done[EVALUATION] += 1
         return StepResult(None, outputs, [1 / len(parts)] * len(parts))
 

@@ -86,7 +86,7 @@ class TrainStep:
             if last:
                 stack.enter_context(self._losses(index))
             seed = engine.seed_for(TRAINING, index)
-            sent, result = engine.runner.run_stage(plan, stage, received, lambda: self.step(part), seed)
+            sent, result = engine.runner.run_stage(plan, stage, received, lambda: self.step(part), seed, index)
         if not last:
             # torch detaches the outputs in place after the input backward, also where their own node saved them
             return tuple(value.clone() for value in sent) if engine.placement.kind.splits_backward else sent

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lnn_lightning.parallel.errors import AbsentValueError, StepError
+from lnn_lightning.parallel.step.extension import Body, StepExtension, UnitRun
 from lnn_lightning.parallel.step.glue import GlueMode, glue_mode
 from lnn_lightning.parallel.step.hooks import hooks_set_aside, run_hooks, runs_hooks
 from lnn_lightning.parallel.step.patching import patched_calls
@@ -37,8 +39,17 @@ class _StageDone(BaseException):
 class _Run:
     """State of the run in progress."""
 
-    def __init__(self, plan: Plan, stage: int, values: dict[Key, Tensor], seed: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        stage: int,
+        values: dict[Key, Tensor],
+        seed: int,
+        index: int = 0,
+        extensions: Sequence[StepExtension] = (),
+    ) -> None:
         self.plan, self.stage, self.values, self.seed = plan, stage, values, seed
+        self.index, self._extensions = index, extensions
         self.last = None if stage in (ALL_ABSENT, plan.num_stages - 1) else plan.last_call(stage)
         self.sent = set(plan.sent(stage)) if stage != ALL_ABSENT else set()
         self.count = 0
@@ -55,13 +66,11 @@ class _Run:
             out = self.plan.answer(call, args, kwargs, self.values)
             return run_hooks(unit, args, kwargs, out, absent=True) if hooked else out
         self._check_present(call, args, kwargs)
-        if call.random:
-            reseed(seed_of(self.seed, call.index), self.plan.device)
         self.inside = True
         try:
             with self.glue.suspended() if self.glue is not None else nullcontext():
                 with hooks_set_aside(unit) if hooked else nullcontext():
-                    out = original(*args, **kwargs)
+                    out = self._body(call, unit, original)(*args, **kwargs)
         finally:
             self.inside = False
         self._keep(call, out)
@@ -70,6 +79,18 @@ class _Run:
         if call.index == self.last:
             raise _StageDone
         return out
+
+    def _body(self, call: Call, unit: nn.Module, original: Body) -> Body:
+        def body(*args: Any, **kwargs: Any) -> Any:
+            if call.random:
+                reseed(seed_of(seed, call.index), device)
+            return original(*args, **kwargs)
+
+        seed, device = self.seed, self.plan.device
+        run = UnitRun(self.stage, self.index, call, unit)
+        for extension in reversed(self._extensions):
+            body = partial(_extended, extension, run, body)
+        return body
 
     def _expected(self) -> str:
         calls = self.plan.trace.calls
@@ -106,6 +127,10 @@ class _Run:
                 self.values[key] = leaf.clone() if key in self.plan.trace.mutated else leaf
 
 
+def _extended(extension: StepExtension, run: UnitRun, body: Body, /, *args: Any, **kwargs: Any) -> Any:
+    return extension.call(run, body, args, kwargs)
+
+
 class StepRunner:
     """Runs stages of a step; keeps the units patched while it is open.
 
@@ -119,6 +144,7 @@ class StepRunner:
         self._run: _Run | None = None
         self._again: dict[str, int] = {}
         self._again_device = torch.device("cpu")
+        self.extensions: list[StepExtension] = []
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -185,7 +211,7 @@ class StepRunner:
         return self._run.enter(name, unit, original, args, kwargs)
 
     def run_stage(
-        self, plan: Plan, stage: int, received: Sequence[Tensor], step: Callable[[], Any], seed: int
+        self, plan: Plan, stage: int, received: Sequence[Tensor], step: Callable[[], Any], seed: int, index: int = 0
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Runs ``step`` as one stage.
 
@@ -195,6 +221,7 @@ class StepRunner:
             received: values of ``plan.received(stage)``.
             step: the user's step on a micro-batch.
             seed: seed of this micro-batch.
+            index: number of the micro-batch.
 
         Returns:
             The values of ``plan.sent(stage)``, and what the step returned (last stage only).
@@ -209,7 +236,7 @@ class StepRunner:
         last_stage = stage == plan.num_stages - 1
         if not last_stage and plan.last_call(stage) is None:
             return self._outgoing(plan, stage, values, received), None
-        run = _Run(plan, stage, values, seed)
+        run = _Run(plan, stage, values, seed, index, self.extensions)
         result = None
         try:
             with self._in_run(run):
