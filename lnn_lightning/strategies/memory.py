@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 
+from lnn_lightning.parallel.exchange import agree
+from lnn_lightning.parallel.layout import DATA
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
 from lnn_lightning.parallel.step.extension import StepExtension
+from lnn_lightning.strategies.moving import keep_gradients, keep_parameters, refuse_parts
 from lnn_lightning.strategies.running import StepHooks
 
 
@@ -35,4 +39,20 @@ class MemoryHooks(StepHooks):
         return []
 
     def _fetching(self) -> list[StepExtension]:
-        return []
+        """Parameters and gradients in files. Collective: a rank whose folder does not take them stops all."""
+        settings, made = self._offload, []
+        if settings is None:
+            return []
+        refuse_parts(settings, self.root_device.type, self.mesh.size(DATA), self._zero.stage)
+        if not settings.in_file or not (settings.has("parameters") or settings.has("gradients")):
+            return []  # what the CPU computes with is in host memory already
+        error = None
+        try:
+            if settings.has("parameters"):
+                made.append(keep_parameters(self.engine, settings))
+            if settings.has("gradients"):
+                made.append(keep_gradients(self.engine, settings))
+        except Exception as caught:  # noqa: BLE001 - told to all ranks
+            error = caught
+        agree(error, dist.group.WORLD, self.root_device)
+        return made
