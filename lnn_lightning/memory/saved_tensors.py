@@ -1,0 +1,305 @@
+"""Tensors that autograd keeps for the backward, kept another way: encoded, or somewhere else, or both.
+
+Torch applies the innermost ``saved_tensors_hooks`` only, so this is the one place that enters them. What is saved is
+first offered to the encoders, then what they made (or the values as they are) goes to the keeper. Inside a recomputed
+block the hooks of the recomputation take the place of these; the block's inputs are saved under these.
+
+Memory is what counts, not tensors: several saved tensors that are views of one memory, or one tensor saved by several
+operations, are stored once. A stored memory lives as long as autograd refers to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from typing_extensions import override
+
+from lnn_lightning.parallel.step.extension import StepExtension
+
+Microbatch = tuple[int, int]
+"""Stage and number of a micro-batch."""
+SMALLEST = 1024
+"""Tensors of fewer bytes are left as they are."""
+AS_IT_IS = "as it is"
+
+
+class Keeper(Protocol):
+    """Where packed tensors stay until the backward needs them."""
+
+    def put(self, tensor: Tensor, microbatch: Microbatch) -> Any:
+        """Takes a tensor that nobody changes any more; returns a token. Dropping the token frees what it stands for."""
+
+    def get(self, token: Any) -> Tensor:
+        """The tensor: same values, dtype, device and strides. May be called more than once."""
+
+
+@dataclass
+class Encoded:
+    """What an encoder made of a tensor.
+
+    Attributes:
+        name: name of the encoding, for the report.
+        tensors: what is kept.
+        decode: makes all elements of the memory, in one dimension, of what was kept; None: the one tensor is that.
+    """
+
+    name: str
+    tensors: list[Tensor]
+    decode: Callable[[list[Tensor]], Tensor] | None = None
+
+
+class Encoder(Protocol):
+    """How saved tensors are packed."""
+
+    def encode(self, tensor: Tensor, saved: Saved) -> Encoded | None:
+        """Encodes the whole memory of a saved tensor.
+
+        Args:
+            tensor: all elements of the memory, in one dimension.
+            saved: whose memory it is.
+
+        Returns:
+            None if this encoder has nothing for it.
+        """
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What an encoder may ask about a tensor that is being saved.
+
+    Attributes:
+        storage: identity of its memory.
+        version: how often the memory was changed before.
+        whole: whether all of the memory is saved, not a copy of a part.
+        requires_grad: whether it is part of the graph: an activation, neither data nor statistics.
+    """
+
+    storage: int
+    version: int
+    whole: bool
+    requires_grad: bool
+
+
+@dataclass
+class BytesOf:
+    """Bytes of one encoding.
+
+    Attributes:
+        tensors: how many memories were encoded.
+        before: bytes that autograd would have kept.
+        after: bytes that are kept.
+    """
+
+    tensors: int = 0
+    before: int = 0
+    after: int = 0
+
+
+@dataclass
+class Report:
+    """Bytes that were kept, by encoding; each memory once."""
+
+    by_encoding: dict[str, BytesOf] = field(default_factory=dict)
+
+    def add(self, name: str, before: int, after: int) -> None:
+        """Counts one memory."""
+        entry = self.by_encoding.setdefault(name, BytesOf())
+        entry.tensors, entry.before, entry.after = entry.tensors + 1, entry.before + before, entry.after + after
+
+
+class Kept:
+    """A stored memory; freed when nothing refers to it any more.
+
+    Args:
+        tokens: what is stored.
+        keeper: where; None: the tokens are the tensors.
+        decode: as in :class:`Encoded`; None: the one tensor is the value.
+        source: the memory it was made from, whose identity is not used again as long as this lives.
+    """
+
+    def __init__(
+        self,
+        tokens: list[Any],
+        keeper: Keeper | None,
+        decode: Callable[[list[Tensor]], Tensor] | None = None,
+        source: StorageWeakRef | None = None,
+    ) -> None:
+        self._tokens, self._keeper, self._decode, self._source = tokens, keeper, decode, source
+
+    def get(self) -> Tensor:
+        """The values."""
+        tensors = self._tokens if self._keeper is None else [self._keeper.get(token) for token in self._tokens]
+        return tensors[0] if self._decode is None else self._decode(list(tensors))
+
+    @property
+    def moved(self) -> bool:
+        """Whether the memory itself need not stay."""
+        return self._decode is not None or self._keeper is not None
+
+
+class _Packed:
+    """What autograd holds in place of a saved tensor.
+
+    Args:
+        tensor: the saved tensor.
+        kept: where its values are; None: they stay where they are.
+        at: shape, strides and offset of the tensor in the kept memory.
+    """
+
+    def __init__(self, tensor: Tensor, kept: Kept | None, at: tuple[Any, Any, int] | None = None) -> None:
+        self.kept, self.at = kept, at
+        self.version = None if tensor.is_inference() else tensor._version
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        # A tensor saved by its own node must not hold on to that node. Of leaves autograd keeps the tensor itself too:
+        # what it is at the time of the backward counts.
+        self.probe = tensor if kept is None and tensor.is_leaf else tensor.detach()
+        if kept is not None and kept.moved:
+            self.probe.data = tensor.new_empty(0)  # goes on counting the changes, without the memory
+
+    def unpack(self) -> Tensor:
+        if self.version is not None and self.probe._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {list(self.shape)}, {self.dtype}, is at version {self.probe._version}; expected "
+                f"version {self.version} instead. It was changed after an operation saved it for its backward: change "
+                "a clone, or use the operation that is not in place."
+            )
+        if self.kept is None:
+            return self.probe
+        value = self.kept.get()
+        return value if self.at is None else value.as_strided(*self.at)
+
+
+class SavedTensors(StepExtension):
+    """Keeps saved tensors encoded or elsewhere while the stages' forwards run.
+
+    Parameters, leaves that learn (values received from another stage) and what is small stay where they are: their
+    memory is in use anyway.
+
+    Args:
+        skipped: tells tensors whose memory is in use anyway, besides those.
+        encoders: how to pack; the first one that takes a tensor has it.
+        keeper: where what is packed stays; None: where it is.
+        smallest: tensors of fewer bytes are left as they are.
+    """
+
+    def __init__(
+        self,
+        skipped: Callable[[Tensor], bool] = lambda tensor: False,
+        encoders: Sequence[Encoder] = (),
+        keeper: Keeper | None = None,
+        smallest: int = SMALLEST,
+    ) -> None:
+        self._skipped, self._encoders, self._keeper, self._smallest = skipped, encoders, keeper, smallest
+        self._kept: WeakValueDictionary[tuple[Any, ...], Kept] = WeakValueDictionary()
+        self._microbatch: Microbatch = (0, 0)
+        self._hooks = (self._pack, self._unpack)
+        self.report: Report | None = None
+        """Set to a report: counts what is saved from then on."""
+
+    @override
+    @contextmanager
+    def forward(self, stage: int, index: int) -> Iterator[None]:
+        before, self._microbatch = self._microbatch, (stage, index)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(*self._hooks):
+                yield
+        finally:
+            self._microbatch = before
+
+    def active(self) -> bool:
+        """Whether what is saved now comes here: no other hooks were entered since."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and top[0] == self._hooks[0]
+
+    def keep(self, tensors: list[Tensor], decode: Callable[[list[Tensor]], Tensor], source: Tensor) -> Kept:
+        """Keeps what an operation of ours needs in its backward, made from a tensor."""
+        reference = StorageWeakRef(source.untyped_storage())
+        return Kept(self._put(tensors), self._keeper, decode, reference)
+
+    def find(self, tensor: Tensor) -> Kept | None:
+        """What the memory of a tensor is kept as, if it was saved whole and is still kept."""
+        return self._kept.get((tensor.untyped_storage()._cdata, tensor._version, tensor.dtype))
+
+    def _put(self, tensors: list[Tensor]) -> list[Any]:
+        return tensors if self._keeper is None else [self._keeper.put(each, self._microbatch) for each in tensors]
+
+    # ---------------------------------------------------------------- hooks
+
+    def _pack(self, tensor: Tensor) -> _Packed:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            if self._stays(tensor):
+                return _Packed(tensor, None)
+            size, whole = tensor.element_size(), tensor.untyped_storage().nbytes()
+            if whole % size == 0 and (2 * tensor.numel() * size > whole or self.find(tensor) is not None):
+                kept = self._keep(tensor, lambda: tensor.detach().as_strided((whole // size,), (1,), 0))
+                return _Packed(tensor, kept, (tensor.shape, tensor.stride(), int(tensor.storage_offset())))
+            if not self._encoders and self._keeper is None:
+                return _Packed(tensor, None)
+            # The rest of this memory may be free by the backward, so the part is stored by itself.
+            dense = torch.empty_like(tensor)
+            part = tensor.storage_offset(), tensor.shape, tensor.stride()
+            kept = self._keep(tensor, lambda: _flat(dense.copy_(tensor)), part)
+            return _Packed(tensor, kept, (dense.shape, dense.stride(), 0))
+
+    @staticmethod
+    def _unpack(packed: _Packed) -> Tensor:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            return packed.unpack()
+
+    def _stays(self, tensor: Tensor) -> bool:
+        return (
+            tensor.layout is not torch.strided
+            or tensor.is_inference()
+            or isinstance(tensor, FakeTensor)
+            or tensor.is_meta
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or tensor.numel() * tensor.element_size() < self._smallest
+            or _is_parameter(tensor)
+            or self._skipped(tensor)
+            or is_traceable_wrapper_subclass(tensor)
+        )
+
+    def _keep(self, tensor: Tensor, elements: Callable[[], Tensor], part: tuple[Any, ...] = ()) -> Kept:
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor._version, tensor.dtype, *part)
+        if (kept := self._kept.get(key)) is None:
+            values = elements()
+            encoded = self._encode(values, Saved(storage._cdata, tensor._version, not part, tensor.requires_grad))
+            if self.report is not None:
+                after = sum(each.untyped_storage().nbytes() for each in encoded.tensors)
+                self.report.add(encoded.name, values.numel() * values.element_size(), after)
+            reference = StorageWeakRef(storage)
+            kept = self._kept[key] = Kept(self._put(encoded.tensors), self._keeper, encoded.decode, reference)
+        return kept
+
+    def _encode(self, values: Tensor, saved: Saved) -> Encoded:
+        for encoder in self._encoders:
+            if (encoded := encoder.encode(values, saved)) is not None:
+                return encoded
+        return Encoded(AS_IT_IS, [values])
+
+
+def _flat(dense: Tensor) -> Tensor:
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Whether it is a leaf that learns, a view of one or of a parameter, or a parameter cast by autocast."""
+    source = tensor._base if tensor._base is not None else tensor
+    if isinstance(source, nn.Parameter) or (source.is_leaf and source.requires_grad):
+        return True
+    node = source.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
