@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
+from lnn_lightning.memory.offload.activations import ActivationKeeper
+from lnn_lightning.memory.saved_tensors import SavedTensors
 from lnn_lightning.parallel.exchange import agree
 from lnn_lightning.parallel.layout import DATA
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
 from lnn_lightning.parallel.step.extension import StepExtension
-from lnn_lightning.strategies.moving import keep_gradients, keep_parameters, refuse_parts
+from lnn_lightning.strategies.moving import activation_keeper, keep_gradients, keep_parameters, refuse_parts
 from lnn_lightning.strategies.running import StepHooks
 
 
@@ -36,7 +38,24 @@ class MemoryHooks(StepHooks):
         return []
 
     def _packing(self) -> list[StepExtension]:
-        return []
+        keeper = self._keeper()
+        if keeper is None:
+            return []
+        buffers = {buffer.untyped_storage()._cdata for buffer in self.engine.root.buffers()}
+        skipped = lambda tensor: tensor.untyped_storage()._cdata in buffers  # noqa: E731
+        return [keeper, SavedTensors(skipped, keeper=keeper)]
+
+    def _keeper(self) -> ActivationKeeper | None:
+        """Where saved tensors go. Collective: a rank whose folder does not take them stops all."""
+        settings, made, error = self._offload, None, None
+        if settings is None or not settings.has("activations"):
+            return None
+        try:
+            made = activation_keeper(settings, self.root_device)
+        except Exception as caught:  # noqa: BLE001 - told to all ranks
+            error = caught
+        agree(error, dist.group.WORLD, self.root_device)
+        return made
 
     def _fetching(self) -> list[StepExtension]:
         """Parameters and gradients in files. Collective: a rank whose folder does not take them stops all."""

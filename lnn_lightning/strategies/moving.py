@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
+from lnn_lightning.memory.offload.activations import ActivationKeeper
 from lnn_lightning.memory.offload.gradients import GradientPages
 from lnn_lightning.memory.offload.pages import PageFile
 from lnn_lightning.memory.offload.parameters import ParameterPages
 from lnn_lightning.memory.offload.settings import Offload
+from lnn_lightning.memory.offload.store import FileStore
 from lnn_lightning.parallel.data.shards import is_sharded
 from lnn_lightning.parallel.errors import LayoutError
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
@@ -35,6 +39,19 @@ def refuse_parts(settings: Offload, device: str, data_size: int, zero_stage: int
             f"Offloading gradients saves nothing with `zero_stage={zero_stage}`: data ranks average them in buckets "
             "that hold a copy of all. Set `zero_stage=2` or 3, or leave 'gradients' out of `Offload(what=...)`."
         )
+
+
+def activation_keeper(settings: Offload, device: torch.device) -> ActivationKeeper | None:
+    """Takes what forwards save; None where it is in its place already: in host memory, with ``target="cpu"``.
+
+    Raises:
+        OffloadError: the folder does not take it.
+    """
+    if device.type == "cpu" and not settings.in_file:
+        return None
+    pin = device.type == "cuda" and settings.pin_memory is not False
+    store = FileStore(settings.target, settings.threads, pin) if settings.in_file else None
+    return ActivationKeeper(store, pin)
 
 
 def keep_parameters(engine: PipelineEngine, settings: Offload) -> ParameterPages:
