@@ -6,7 +6,7 @@ import torch
 
 from lnn_lightning.memory.offload.activations import ActivationKeeper
 from lnn_lightning.memory.offload.gradients import GradientPages
-from lnn_lightning.memory.offload.pages import PageFile
+from lnn_lightning.memory.offload.pages import PageFile, trim
 from lnn_lightning.memory.offload.parameters import ParameterPages
 from lnn_lightning.memory.offload.settings import Offload
 from lnn_lightning.memory.offload.store import FileStore
@@ -66,6 +66,7 @@ def keep_parameters(engine: PipelineEngine, settings: Offload) -> ParameterPages
             parameter.data = pages.take(name, parameter.data)
     if engine.sharding is not None:
         engine.sharding.relocate(pages.take)
+    trim()
     return pages
 
 

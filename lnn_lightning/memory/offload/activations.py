@@ -8,6 +8,7 @@ copies while the GPU waits.
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from lnn_lightning.memory.offload.store import FileStore, Region
+from lnn_lightning.memory.offload.store import FileStore, Region, padded
 from lnn_lightning.memory.offload.streams import Copy, SideStream
 from lnn_lightning.memory.saved_tensors import Microbatch
 from lnn_lightning.parallel.step.extension import StepExtension
@@ -110,7 +111,7 @@ class ActivationKeeper(StepExtension):
             arrives.wait_on_host()
         # memory of torch's own allocator is not aligned, and would go through the page cache
         if getattr(self._scratch, "buffer", None) is None or self._scratch.buffer.numel() < region.nbytes:
-            self._scratch.buffer = store.buffer(region.nbytes, torch.uint8)
+            self._scratch.buffer = self._memory(region.nbytes, torch.uint8)
         aligned = self._scratch.buffer[: host.numel() * host.element_size()].view(host.dtype)
         store.write(region, aligned.copy_(host)).result()
 
@@ -173,12 +174,19 @@ class ActivationKeeper(StepExtension):
             assert token.host is not None
             token.back = self._to_device(token.host, token.device)
 
-    @staticmethod
-    def _read(store: FileStore, region: Region) -> Tensor:
-        buffer = store.buffer(region.numel, region.dtype)
+    def _read(self, store: FileStore, region: Region) -> Tensor:
+        buffer = self._memory(region.numel, region.dtype)
         store.read(region, buffer).result()
-        # a storage that begins where the tensor does: what was saved is a view of it
-        return torch.frombuffer(memoryview(buffer.view(torch.uint8).numpy()), dtype=region.dtype)
+        return buffer
+
+    def _memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Aligned memory at the begin of a storage (what was saved is a view of it), which the system has back at once.
+
+        Blocks that the C library hands out in one thread and gets back in another pile up in its arenas.
+        """
+        if self._pin:
+            return torch.empty(numel, dtype=dtype, pin_memory=True)
+        return torch.frombuffer(mmap.mmap(-1, padded(numel * dtype.itemsize)), dtype=dtype)[:numel]
 
     def _to_device(self, host: Tensor, device: torch.device) -> Copy:
         if host.device == device:

@@ -12,12 +12,14 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import uuid
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +33,10 @@ _POPULATE_READ = 22
 """``MADV_POPULATE_READ`` (Linux 5.14): reads pages at once, and answers with an error where touching them would kill."""
 _WILL_NEED, _DO_NOT_NEED = 3, 4
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc: Any = None
+if sys.platform == "linux":
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class PageFile:
     """
 
     def __init__(self, folder: str | Path) -> None:
+        if _libc is None:
+            raise OffloadError(f"Parameters and gradients in files need Linux; this is {sys.platform}.")
         self.folder = Path(folder)
         path = self.folder / f"pages-{os.getpid()}-{uuid.uuid4().hex}.bin"
         try:
@@ -171,6 +177,12 @@ def can_move(tensor: Tensor) -> bool:
         and tensor.numel() * tensor.element_size() >= WORTHWHILE
         and torch.ops.aten.is_non_overlapping_and_dense(tensor)
     )
+
+
+def trim() -> None:
+    """Hands memory that the C library holds on to, behind tensors that were moved, back to the system."""
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
 
 
 def give_back(tensors: Iterable[Tensor]) -> None:
