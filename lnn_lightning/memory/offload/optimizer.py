@@ -101,21 +101,25 @@ class OffloadedOptimizer:
             if not home.made:
                 self.optimizer.state[home.parameter] = dict(self._tensors(home))
 
-    def keep_values(self, parameter: Tensor, updated: Callable[[int, int, Tensor], None] | None = None) -> None:
+    def keep_values(self, parameter: Tensor, updated: Callable[[int, int, Tensor], None] | None = None) -> bool:
         """Keeps a parameter's own values in the store too (fp32 masters of a module in half precision).
 
         Args:
             parameter: one of the optimizer's, on the CPU; from now on it is mapped from the file.
             updated: called in a thread with (start, stop, new values) for each part of it that is updated.
+
+        Returns:
+            Whether it is large enough for that.
         """
         home = self._homes.get(id(parameter))
         if home is None or parameter.device.type != "cpu":
-            return
+            return False
         home.values, home.updated = self._leaf(parameter, parameter.dtype), updated
         mapped = home.values.tensor(self.store)
         mapped.copy_(parameter.detach())
         parameter.data = mapped
         self.store.release()
+        return True
 
     def _leaf(self, parameter: Tensor, dtype: torch.dtype) -> Leaf:
         region = self.store.allocate(parameter.numel(), dtype)
@@ -128,12 +132,12 @@ class OffloadedOptimizer:
                 mapped[name] = leaf.tensor(self.store)
         return mapped
 
-    def _take_over(self, parameter: Tensor) -> None:
+    def _take_over(self, parameter: Tensor) -> bool:
         """Moves state to the store that the optimizer, a checkpoint or the user put into ``optimizer.state``."""
         home = self._homes.get(id(parameter))
         if home is None or parameter not in self.optimizer.state:
-            return
-        state = self.optimizer.state[parameter]
+            return False
+        state, moved = self.optimizer.state[parameter], False
         for name in set(home.leaves) - set(state):
             self._mapped.get(id(parameter), {}).pop(name, None)
             self.store.free(home.leaves.pop(name).region)
@@ -148,8 +152,9 @@ class OffloadedOptimizer:
                 mapped = self._tensors(home)
             if value.data_ptr() != mapped[name].data_ptr():
                 mapped[name].copy_(value)
-            state[name] = mapped[name]
+            state[name], moved = mapped[name], True
         home.made = bool(state)
+        return moved
 
     # ---------------------------------------------------------------- steps
 
@@ -192,6 +197,10 @@ class OffloadedOptimizer:
         assert parameter.grad is not None
         self._updated[id(parameter)] = parameter.grad
         self.lane.submit(self._begin(number, parameter, self._early))
+
+    def is_updated(self, parameter: Tensor) -> bool:
+        """Whether :meth:`update_now` was called for a parameter and the step was not yet."""
+        return id(parameter) in self._updated
 
     def can_update(self, parameter: Tensor) -> bool:
         """Whether :meth:`update_now` does something for a parameter and it was not called for it yet."""
@@ -246,9 +255,8 @@ class OffloadedOptimizer:
 
     def _begin(self, number: int, parameter: Tensor, step: Step) -> list[PartUpdate]:
         """The pieces of a parameter's update that nobody has been given yet."""
-        self._take_over(parameter)
-        home = self._homes[id(parameter)]
-        ahead = self._ahead.get(id(parameter))
+        moved, home = self._take_over(parameter), self._homes[id(parameter)]
+        ahead = None if moved else self._ahead.get(id(parameter))
         parts = ahead if ahead is not None else self._parts(number, home)
         state = self.optimizer.state.get(parameter, {})
         for part in parts:

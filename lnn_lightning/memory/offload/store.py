@@ -9,8 +9,10 @@ access, or one that does not agree with its mappings, the file is read through t
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
+import time
 import uuid
 import weakref
 from collections.abc import Callable
@@ -82,6 +84,32 @@ class Store(Protocol):
 def open_store(settings: Offload, pin: bool) -> Store:
     """The store that the settings ask for."""
     return FileStore(settings.target, settings.threads, pin) if settings.in_file else HostStore(pin)
+
+
+def check_bandwidth(store: Store, minimum: float, numel: int = 16 << 20) -> None:
+    """Measures how fast a store is.
+
+    Args:
+        store: any.
+        minimum: MB/s.
+        numel: bytes to try it with.
+
+    Raises:
+        OffloadError: it writes or reads more slowly.
+    """
+    region, buffer = store.allocate(numel, torch.uint8), store.buffer(numel, torch.uint8)
+    for what, act in (("writes", store.write), ("reads", store.read)):
+        best = math.inf
+        for _ in range(3):
+            start = time.perf_counter()
+            act(region, buffer.fill_(1)).result()
+            best = min(best, time.perf_counter() - start)
+        if (measured := numel / best / 1e6) < minimum:
+            raise OffloadError(
+                f"The disk that is offloaded to {what} {measured:.0f} MB/s; `minimum_bandwidth` asks for {minimum:g}. "
+                "Set another `target`, or a smaller bound."
+            )
+    store.free(region)
 
 
 def padded(nbytes: int) -> int:
