@@ -1,16 +1,21 @@
 """Lightning strategies that train an ordinary LightningModule on many devices, without a change to its code.
 
-Importing this package registers the strategy name ``ptdp`` and lets ``load_from_checkpoint`` read checkpoint folders.
+Importing this package registers the strategy names ``ptdp`` and ``offload`` and lets ``load_from_checkpoint`` read
+checkpoint folders.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lnn_lightning.memory.offload.settings import Offload
+from lnn_lightning.strategies.offload import OffloadStrategy
 from lnn_lightning.strategies.ptdp import PTDPStrategy
 from lnn_lightning.strategies.reading import let_lightning_read_folders
 
-__all__ = ["PTDPStrategy"]
+__all__ = ["Offload", "OffloadStrategy", "PTDPStrategy"]
 __version__ = "0.1.0"
 
 let_lightning_read_folders()
 if "ptdp" not in StrategyRegistry:
     StrategyRegistry.register("ptdp", PTDPStrategy, description="pipeline, tensor and data parallel (PTD-P)")
+if "offload" not in StrategyRegistry:
+    StrategyRegistry.register("offload", OffloadStrategy, description="training state in host memory or in files")

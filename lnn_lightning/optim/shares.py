@@ -69,6 +69,11 @@ class OptimizerShare:
         if self._size > 1:
             optimizer.register_step_post_hook(self._send)
 
+    @property
+    def sends(self) -> bool:
+        """Whether new values go to other ranks behind each step."""
+        return self._size > 1
+
     def adopt(self) -> None:
         """Reduces groups that are new to what this rank updates; groups stay, also when they become empty."""
         new = self.optimizer.param_groups[self._known :]

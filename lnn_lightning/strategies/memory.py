@@ -14,16 +14,15 @@ from lnn_lightning.parallel.layout import DATA
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
 from lnn_lightning.parallel.step.extension import StepExtension
 from lnn_lightning.strategies.moving import activation_keeper, keep_gradients, keep_parameters, refuse_parts
-from lnn_lightning.strategies.running import StepHooks
+from lnn_lightning.strategies.offloading import OffloadHooks
 
 
-class MemoryHooks(StepHooks):
+class MemoryHooks(OffloadHooks):
     """Recomputation, compression and offloading of a strategy."""
 
     if TYPE_CHECKING:
         _recompute: Any
         _activation_compression: Any
-        _offload: Any
 
     _extended: PipelineEngine | None = None
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
+from lnn_lightning.memory.offload.settings import Offload
 from lnn_lightning.parallel.data.settings import ZeroSettings
 from lnn_lightning.parallel.data.shards import is_sharded
 from lnn_lightning.parallel.errors import LayoutError, StepError
@@ -89,6 +90,7 @@ class PTDPStrategy(MemoryHooks, DataHooks):
             too; 3: parameters too (Rajbhandari et al. 2020, arXiv 1910.02054).
         reshard_between_microbatches: (``zero_stage=3``) free whole parameters behind the forward of every micro-batch;
             otherwise a step of several micro-batches gathers them once.
+        offload: training state in host memory or in files (docs/memory.md); None: where it is computed with.
         evaluation_microbatches: the same as ``microbatches`` for validation, test and prediction. One gives exactly the
             results of one process.
         async_save: let training go on while a checkpoint is written, from a copy in host memory. The next save and the
@@ -122,7 +124,7 @@ class PTDPStrategy(MemoryHooks, DataHooks):
         reshard_between_microbatches: bool = False,
         recompute: Any = None,
         activation_compression: Any = None,
-        offload: Any = None,
+        offload: Offload | None = None,
         evaluation_microbatches: int = 1,
         async_save: bool = False,
         example_batch: Any = None,
@@ -205,6 +207,7 @@ class PTDPStrategy(MemoryHooks, DataHooks):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
+            self.offload_optimizers(trainer)
 
     def _prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> Any:
         """Makes the engine, cuts the module, and returns the batch it was traced with."""
@@ -279,6 +282,7 @@ class PTDPStrategy(MemoryHooks, DataHooks):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole module's state dict on every rank, on the CPU. Collective: call it on all ranks."""
+        self.settle_updates()
         return self.engine.residence.full_state_dict()
 
     @override

@@ -117,9 +117,14 @@ class ZeroHooks(CheckpointHooks):
         result = super().optimizer_step(*args, **kwargs)
         doing("hooks behind the optimizer step")
         self._optimizer_steps += 1
-        if self._check_replicas or self._optimizer_steps <= 2 or self._optimizer_steps % _CHECK_EVERY == 0:
+        if self._replicas_are_due():
             self.engine.residence.check_replicas()
         return result
+
+    def _replicas_are_due(self, ahead: int = 0) -> bool:
+        """Whether what tensor ranks hold is compared now, or behind so many steps more."""
+        steps = self._optimizer_steps + ahead
+        return self._check_replicas or steps <= 2 or steps % _CHECK_EVERY == 0
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

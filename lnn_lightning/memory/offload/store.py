@@ -9,8 +9,10 @@ access, or one that does not agree with its mappings, the file is read through t
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
+import time
 import uuid
 import weakref
 from collections.abc import Callable
@@ -51,6 +53,9 @@ class Region:
 class Store(Protocol):
     """Keeps one-dimensional tensors. Regions are made and freed by one thread; all may read and write."""
 
+    in_place: bool
+    """Whether :meth:`tensor` is memory like any other, so that nothing need be read or written."""
+
     def allocate(self, numel: int, dtype: torch.dtype) -> Region:
         """A new region; what is in it is not defined."""
 
@@ -81,6 +86,32 @@ def open_store(settings: Offload, pin: bool) -> Store:
     return FileStore(settings.target, settings.threads, pin) if settings.in_file else HostStore(pin)
 
 
+def check_bandwidth(store: Store, minimum: float, numel: int = 16 << 20) -> None:
+    """Measures how fast a store is.
+
+    Args:
+        store: any.
+        minimum: MB/s.
+        numel: bytes to try it with.
+
+    Raises:
+        OffloadError: it writes or reads more slowly.
+    """
+    region, buffer = store.allocate(numel, torch.uint8), store.buffer(numel, torch.uint8)
+    for what, act in (("writes", store.write), ("reads", store.read)):
+        best = math.inf
+        for _ in range(3):
+            start = time.perf_counter()
+            act(region, buffer.fill_(1)).result()
+            best = min(best, time.perf_counter() - start)
+        if (measured := numel / best / 1e6) < minimum:
+            raise OffloadError(
+                f"The disk that is offloaded to {what} {measured:.0f} MB/s; `minimum_bandwidth` asks for {minimum:g}. "
+                "Set another `target`, or a smaller bound."
+            )
+    store.free(region)
+
+
 def padded(nbytes: int) -> int:
     """Bytes to the next multiple of :data:`ALIGNED`."""
     return -(-nbytes // ALIGNED) * ALIGNED
@@ -99,6 +130,8 @@ class HostStore:
     Args:
         pin: page-locked.
     """
+
+    in_place = True
 
     def __init__(self, pin: bool = False) -> None:
         self._pin = pin
@@ -154,6 +187,8 @@ class FileStore:
         OffloadError: the folder does not exist or cannot be written to.
     """
 
+    in_place = False
+
     def __init__(self, folder: str | Path, threads: int = 4, pin: bool = False, direct: bool = True) -> None:
         self.folder, self._pin = Path(folder), pin
         path = self.folder / f"offload-{os.getpid()}-{uuid.uuid4().hex}.bin"
@@ -189,11 +224,18 @@ class FileStore:
         if self._free.get(size):
             return Region(self._free[size].pop(), numel, dtype)
         try:
+            if size > self.room():  # else it would be filled up before it refuses
+                raise OSError(errno.ENOSPC, "no room")
             os.posix_fallocate(self._cached, self._end, size)
         except OSError as error:
             raise OffloadError(refusal(self.folder, error, self._end + size)) from error
         self._end += size
         return Region(self._end - size, numel, dtype)
+
+    def room(self) -> int:
+        """Bytes that the disk has left for more regions."""
+        disk = os.statvfs(self._cached)
+        return disk.f_bavail * disk.f_frsize
 
     def read(self, region: Region, out: Tensor, start: int = 0) -> Future[None]:
         """See :class:`Store`."""
@@ -217,10 +259,10 @@ class FileStore:
         return aligned_buffer(numel, dtype, self._pin)
 
     def release(self) -> None:
-        """See :class:`Store`. What somebody wrote to such a tensor is in the file before any direct access to it."""
+        """See :class:`Store`. What somebody wrote to such a tensor is on the disk then."""
         for mapped, _ in list(self._maps.values()):
-            mapped.flush()
             mapped.madvise(mmap.MADV_DONTNEED)
+        os.fdatasync(self._cached)
         os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def free(self, region: Region) -> None:
