@@ -56,7 +56,6 @@ class _Run:
     body: Body
     leaves: list[Any]
     unflatten: Unflatten
-    own: Callable[[Any], Any]
     before: Before
 
 
@@ -65,7 +64,7 @@ class Segment:
 
     def __init__(self) -> None:
         self._runs: list[_Run] = []
-        self._last: dict[int, ref[Tensor]] = {}
+        self._last: dict[int, tuple[ref[Tensor], int]] = {}
         self._places: list[ref[_Place]] = []
         self._values: WeakKeyDictionary[_Place, Tensor] = WeakKeyDictionary()
 
@@ -86,20 +85,22 @@ class Segment:
         device = next((t.device for t in (*tensors, parameter) if t is not None), torch.device("cpu"))
         before = Before(run, device)
         keep = partial(Kept, hooks=hooks_around())
-        own = own_object if run.call.writes else _as_it_is  # a cache, say, is to be found as it was
-        kept = [self._kept(leaf, keep) if isinstance(leaf, Tensor) else own(leaf) for leaf in leaves]
-        self._runs.append(_Run(run.call.unit, body, kept, unflatten, own, before))
+        # objects, a cache say, are to be found as they were
+        kept = [self._kept(leaf, keep) if isinstance(leaf, Tensor) else own_object(leaf) for leaf in leaves]
+        self._runs.append(_Run(run.call.unit, body, kept, unflatten, before))
         with saved_tensors_hooks(self._pack, _unpack), hooks_set_aside(run.unit, "_forward_pre_hooks"):
             out = body(*args, **kwargs)
         before.settle()
-        self._last = {i: ref(leaf) for i, leaf in enumerate(tree_leaves(out)) if isinstance(leaf, Tensor)}
+        outputs = [(index, leaf) for index, leaf in enumerate(tree_leaves(out)) if isinstance(leaf, Tensor)]
+        self._last = {index: (ref(leaf), leaf._version) for index, leaf in outputs}
         return out
 
     def _kept(self, leaf: Tensor, keep: Callable[[Tensor], Kept]) -> Any:
         return keep(leaf) if (place := self._leaf_of(leaf)) is None else _Output(place)
 
     def _leaf_of(self, value: Any) -> int | None:
-        return next((index for index, last in self._last.items() if last() is value), None)
+        found = (index for index, (last, version) in self._last.items() if last() is value and value._version == version)
+        return next(found, None) if isinstance(value, Tensor) else None
 
     def _pack(self, tensor: Tensor) -> _Place:
         place = _Place(self, tensor)
@@ -137,7 +138,7 @@ class Segment:
     def _run_again(self) -> None:
         out: list[Any] = []
         for run in self._runs:
-            args, kwargs = run.unflatten([_again(leaf, out, run.own) for leaf in run.leaves])
+            args, kwargs = run.unflatten([_again(leaf, out) for leaf in run.leaves])
             with run.before.again():
                 out = tree_leaves(run.body(*args, **kwargs))
 
@@ -160,11 +161,7 @@ def _unpack(place: _Place) -> Tensor:
     return place.segment.take(place)
 
 
-def _again(leaf: Any, out: list[Any], own: Callable[[Any], Any]) -> Any:
+def _again(leaf: Any, out: list[Any]) -> Any:
     if isinstance(leaf, _Output):
         return out[leaf.leaf]
-    return leaf.get() if isinstance(leaf, Kept) else own(leaf)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
+    return leaf.get() if isinstance(leaf, Kept) else own_object(leaf)
