@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 
 from lnn_lightning.memory.offload.activations import ActivationKeeper
+from lnn_lightning.memory.recompute import Recompute, recompute_extension
 from lnn_lightning.memory.saved_tensors import SavedTensors
 from lnn_lightning.parallel.exchange import agree
 from lnn_lightning.parallel.layout import DATA
@@ -21,7 +22,7 @@ class MemoryHooks(OffloadHooks):
     """Recomputation, compression and offloading of a strategy."""
 
     if TYPE_CHECKING:
-        _recompute: Any
+        _recompute: Recompute
         _activation_compression: Any
 
     _extended: PipelineEngine | None = None
@@ -34,7 +35,14 @@ class MemoryHooks(OffloadHooks):
             self.engine.extensions.extend([*self._recomputing(), *self._packing(), *self._fetching()])
 
     def _recomputing(self) -> list[StepExtension]:
-        return []
+        engine = self.engine
+        stages = {
+            stage: [name for name, owners in engine.ownership.units.items() if stage in owners]
+            for stage in engine.stages
+        }
+        sharded = engine.sharding is not None
+        made = recompute_extension(self._recompute, engine.root, engine.book.units, stages, sharded)
+        return [made] if made is not None else []
 
     def _packing(self) -> list[StepExtension]:
         keeper = self._keeper()
