@@ -14,7 +14,7 @@ from lnn_lightning.parallel.exchange import agree
 from lnn_lightning.parallel.layout import DATA
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
 from lnn_lightning.parallel.step.extension import StepExtension
-from lnn_lightning.strategies.moving import activation_keeper, keep_gradients, keep_parameters, refuse_parts
+from lnn_lightning.strategies.moving import activation_keeper, check_disk, keep_gradients, keep_parameters, refuse_parts
 from lnn_lightning.strategies.offloading import OffloadHooks
 
 
@@ -58,6 +58,7 @@ class MemoryHooks(OffloadHooks):
         if settings is None or not settings.has("activations"):
             return None
         try:
+            check_disk(settings)
             made = activation_keeper(settings, self.root_device)
         except Exception as caught:  # noqa: BLE001 - told to all ranks
             error = caught
@@ -66,7 +67,8 @@ class MemoryHooks(OffloadHooks):
 
     def _fetching(self) -> list[StepExtension]:
         """Parameters and gradients in files. Collective: a rank whose folder does not take them stops all."""
-        settings, made = self._offload, []
+        settings = self._offload
+        made: list[StepExtension] = []
         if settings is None:
             return []
         refuse_parts(settings, self.root_device.type, self.mesh.size(DATA), self._zero.stage)
@@ -74,6 +76,8 @@ class MemoryHooks(OffloadHooks):
             return []  # what the CPU computes with is in host memory already
         error = None
         try:
+            if not settings.has("activations"):
+                check_disk(settings)
             if settings.has("parameters"):
                 made.append(keep_parameters(self.engine, settings))
             if settings.has("gradients"):

@@ -9,7 +9,7 @@ from lnn_lightning.memory.offload.gradients import GradientPages
 from lnn_lightning.memory.offload.pages import PageFile, trim
 from lnn_lightning.memory.offload.parameters import ParameterPages
 from lnn_lightning.memory.offload.settings import Offload
-from lnn_lightning.memory.offload.store import FileStore
+from lnn_lightning.memory.offload.store import FileStore, check_bandwidth, open_store
 from lnn_lightning.parallel.data.shards import is_sharded
 from lnn_lightning.parallel.errors import LayoutError
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
@@ -39,6 +39,21 @@ def refuse_parts(settings: Offload, device: str, data_size: int, zero_stage: int
             f"Offloading gradients saves nothing with `zero_stage={zero_stage}`: data ranks average them in buckets "
             "that hold a copy of all. Set `zero_stage=2` or 3, or leave 'gradients' out of `Offload(what=...)`."
         )
+
+
+def check_disk(settings: Offload) -> None:
+    """Measures the disk, where a least speed is asked for and the optimizer's state does not go there, too.
+
+    Raises:
+        OffloadError: it is slower, or the folder does not take anything.
+    """
+    if settings.minimum_bandwidth is None or settings.has("optimizer"):
+        return
+    store = open_store(settings, pin=False)
+    try:
+        check_bandwidth(store, settings.minimum_bandwidth)
+    finally:
+        store.close()
 
 
 def activation_keeper(settings: Offload, device: torch.device) -> ActivationKeeper | None:

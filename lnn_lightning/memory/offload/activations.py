@@ -167,8 +167,9 @@ class ActivationKeeper(StepExtension):
     def _bring(self, token: Moved) -> None:
         if token.source is not None or token.ready is not None:
             return
-        if token.region is not None:
+        if self._store is not None:
             if token.read is None:
+                assert token.region is not None
                 token.read = self._pool.submit(self._read, self._store, token.region)
         elif token.back is None:
             assert token.host is not None

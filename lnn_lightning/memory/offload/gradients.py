@@ -34,9 +34,7 @@ class GradientPages(StepExtension):
 
     def begin(self, parts: int, training: bool) -> None:
         """Before a step: gives back what was looked at since the last one."""
-        self._file.drop_pages(
-            place.pages for places in self._places.values() for place, user in places if not user.expired()
-        )
+        self._file.drop_all()
 
     def backward(self, stage: int, index: int) -> AbstractContextManager[None]:
         """Around a stage's backward: gradients that were not made by accumulating (zero bubble) are moved behind it."""
