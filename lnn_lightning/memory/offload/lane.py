@@ -87,7 +87,7 @@ class Lane:
         self._changed = threading.Condition()
         self._queue: deque[Work] = deque()
         self._left: dict[int, int] = {}
-        self._held: set[int] = set()
+        self._held: dict[int, Work] = {}
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -108,9 +108,10 @@ class Lane:
                 return
             for work in works:
                 self._queue.append(work)
-                self._left[work.owner] = self._left.get(work.owner, 0) + 1
                 if held:
-                    self._held.add(id(work))
+                    self._held[id(work)] = work
+                else:
+                    self._count(work)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="offload-update", daemon=True)
                 self._thread.start()
@@ -119,8 +120,13 @@ class Lane:
     def let_go(self) -> None:
         """Whatever was held is done."""
         with self._changed:
+            for work in self._held.values():
+                self._count(work)
             self._held.clear()
             self._changed.notify_all()
+
+    def _count(self, work: Work) -> None:
+        self._left[work.owner] = self._left.get(work.owner, 0) + 1
 
     def reorder(self, key: Callable[[Work], int]) -> None:
         """Sorts what nobody has begun with."""
@@ -129,7 +135,7 @@ class Lane:
 
     @property
     def pending(self) -> bool:
-        """Whether anything is not done yet."""
+        """Whether anything is not done yet, other than what is held."""
         return bool(self._left)
 
     def has(self, owner: int) -> bool:
