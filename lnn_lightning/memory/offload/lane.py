@@ -25,7 +25,7 @@ class Slot:
     def __init__(self, store: Store, writing: dict[tuple[int, int], Future[None]]) -> None:
         self.store, self._writing = store, writing
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._own: list[tuple[int, int]] = []
+        self._own: list[tuple[tuple[int, int], Future[None]]] = []
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory for one of the tensors of a piece of work."""
@@ -44,18 +44,21 @@ class Slot:
     def write(self, region: Region, value: Tensor, start: int) -> None:
         """Starts to write a part of a region; ``value`` is a buffer of this slot."""
         key = (region.offset, start)
-        self._writing[key] = self.store.write(region, value, start)
-        self._own.append(key)
+        self._writing[key] = future = self.store.write(region, value, start)
+        self._own.append((key, future))
 
     @property
     def writes(self) -> bool:
         """Whether its buffers are still being written."""
-        return any(not self._writing[key].done() for key in self._own)
+        return any(not future.done() for _, future in self._own)
 
     def settle(self) -> None:
         """Waits for its writes, and raises their error."""
         while self._own:
-            self._writing.pop(self._own.pop()).result()
+            key, future = self._own.pop()
+            if self._writing.get(key) is future:
+                del self._writing[key]
+            future.result()
 
 
 class Work(Protocol):
