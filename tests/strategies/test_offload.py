@@ -204,7 +204,7 @@ def resume(rank: int, world_size: int, folder: str, layout: dict[str, Any]) -> l
     offloaded.SMALL = 1
     settings = Offload(folder, chunk_size=4096)
     common: dict[str, Any] = {"devices": world_size, "limit_val_batches": 0, "layout": layout}
-    common |= {"max_epochs": 2, "max_steps": -1}
+    common |= {"max_epochs": 2, "max_steps": -1, "use_distributed_sampler": False}
     every = ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}")
     saving = {"enable_checkpointing": True, "callbacks": [every]}
     states = []
