@@ -216,7 +216,9 @@ def resume(rank: int, world_size: int, folder: str, layout: dict[str, Any]) -> l
     ):
         _, trainer = fit(Pure, folder, offload, 4, **common, **more)
         states.append(trainer.strategy.full_state_dict())
-    return [all(torch.equal(states[0][name], value) for name, value in state.items()) for state in states[1:]]
+    errors = [max(float((states[0][name] - x).abs().max()) for name, x in state.items()) for state in states[1:]]
+    # in memory the optimizer goes on as the checkpoint's groups say, which is not fused
+    return [errors[0] == 0, errors[1] == 0, errors[2] < 1e-6]
 
 
 @pytest.mark.parametrize(
