@@ -25,7 +25,7 @@ class Slot:
     def __init__(self, store: Store, writing: dict[tuple[int, int], Future[None]]) -> None:
         self.store, self._writing = store, writing
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._own: list[tuple[int, int]] = []
+        self._own: list[tuple[tuple[int, int], Future[None]]] = []
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory for one of the tensors of a piece of work."""
@@ -44,18 +44,21 @@ class Slot:
     def write(self, region: Region, value: Tensor, start: int) -> None:
         """Starts to write a part of a region; ``value`` is a buffer of this slot."""
         key = (region.offset, start)
-        self._writing[key] = self.store.write(region, value, start)
-        self._own.append(key)
+        self._writing[key] = future = self.store.write(region, value, start)
+        self._own.append((key, future))
 
     @property
     def writes(self) -> bool:
         """Whether its buffers are still being written."""
-        return any(not self._writing[key].done() for key in self._own)
+        return any(not future.done() for _, future in self._own)
 
     def settle(self) -> None:
         """Waits for its writes, and raises their error."""
         while self._own:
-            self._writing.pop(self._own.pop()).result()
+            key, future = self._own.pop()
+            if self._writing.get(key) is future:
+                del self._writing[key]
+            future.result()
 
 
 class Work(Protocol):
@@ -87,7 +90,7 @@ class Lane:
         self._changed = threading.Condition()
         self._queue: deque[Work] = deque()
         self._left: dict[int, int] = {}
-        self._held: set[int] = set()
+        self._held: dict[int, Work] = {}
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -108,9 +111,10 @@ class Lane:
                 return
             for work in works:
                 self._queue.append(work)
-                self._left[work.owner] = self._left.get(work.owner, 0) + 1
                 if held:
-                    self._held.add(id(work))
+                    self._held[id(work)] = work
+                else:
+                    self._count(work)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="offload-update", daemon=True)
                 self._thread.start()
@@ -119,8 +123,13 @@ class Lane:
     def let_go(self) -> None:
         """Whatever was held is done."""
         with self._changed:
+            for work in self._held.values():
+                self._count(work)
             self._held.clear()
             self._changed.notify_all()
+
+    def _count(self, work: Work) -> None:
+        self._left[work.owner] = self._left.get(work.owner, 0) + 1
 
     def reorder(self, key: Callable[[Work], int]) -> None:
         """Sorts what nobody has begun with."""
@@ -129,7 +138,7 @@ class Lane:
 
     @property
     def pending(self) -> bool:
-        """Whether anything is not done yet."""
+        """Whether anything is not done yet, other than what is held."""
         return bool(self._left)
 
     def has(self, owner: int) -> bool:

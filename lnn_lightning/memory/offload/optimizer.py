@@ -54,7 +54,8 @@ class OffloadedOptimizer:
         self._updated: dict[int, Tensor] = {}
         self._streams: dict[torch.device, Any] = {}
         self._loaded: dict[int, dict[str, Tensor]] = {}
-        step = Optimizer.profile_hook_step(partial(_step, self))
+        step: Any = Optimizer.profile_hook_step(partial(_step, self))
+        step._wrapped_by_lr_sched = True  # it tells schedulers itself that it was called
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined] # overflows are known beforehand
         optimizer.register_state_dict_pre_hook(lambda _: self.finish())
