@@ -1,5 +1,6 @@
 """Parameters, gradients and activations in files, under every layout: the same bits as in memory."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class Model(pl.LightningModule):
         self.log("val", self._loss(batch))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 1e-2, eps=1e-4)
+        return torch.optim.AdamW(self.parameters(), 1e-2, eps=1e-4, fused=True)  # as it is offloaded
 
 
 class Looks(pl.Callback):
@@ -91,7 +92,7 @@ def fit(offload: Offload | None, layout: dict[str, Any], steps: int, folder: str
     strategy = PTDPStrategy(**layout, offload=offload)
     trainer = quiet_trainer(
         strategy,
-        "auto",
+        int(os.environ["WORLD_SIZE"]),
         max_steps=steps,
         max_epochs=-1,
         accumulate_grad_batches=2,

@@ -30,7 +30,7 @@ from lnn_lightning.memory.offload.store import refusal
 WORTHWHILE = 2 * mmap.PAGESIZE
 """Bytes; smaller tensors stay in memory."""
 _POPULATE_READ = 22
-"""``MADV_POPULATE_READ`` (Linux 5.14): reads pages at once, and answers with an error where touching them would kill."""
+"""``MADV_POPULATE_READ`` (Linux 5.14): reads pages, and answers with an error where touching them would kill."""
 _WILL_NEED, _DO_NOT_NEED = 3, 4
 
 _libc: Any = None

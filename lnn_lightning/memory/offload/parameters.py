@@ -113,4 +113,3 @@ class ParameterPages(StepExtension):
                 self._here[pages] = self._file.fetch([pages])
         for pages in calls[index]:
             self._here[pages].result()
-

@@ -357,6 +357,7 @@ def _all(act: Callable[..., int], fd: int, view: memoryview, offset: int) -> Non
 
 
 def refusal(folder: Path, error: OSError, need: int | None = None) -> str:
+    """What to tell the user about an error of the folder."""
     what: dict[Any, str] = {
         errno.ENOENT: "it does not exist on this host. Make it, or set another `target`.",
         errno.ENOTDIR: "it is no folder. Set another `target`.",
