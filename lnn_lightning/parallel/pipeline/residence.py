@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from lnn_lightning.parallel.pipeline.schedules import Placement
 from lnn_lightning.parallel.pipeline.slices import slices_of
 from lnn_lightning.parallel.step.materialize import materialize
 from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors, replace_tensors, stand_in_for
+from lnn_lightning.parallel.tensor.axis import reduced_shape
 from lnn_lightning.parallel.tensor.install import TensorSharding
 
 
@@ -197,26 +198,30 @@ class Residence:
         """The whole of a parameter, or of optimizer state of its shape. Collective over the ranks that divide it."""
         return value if self.tensor is None or name is None else self.tensor.whole(name, value)
 
-    def local(self, name: str | None, value: Tensor) -> Tensor:
-        """This rank's part of a whole parameter, or of an optimizer's state of its shape."""
-        return value if self.tensor is None or name is None else self.tensor.local(name, value)
+    def local(self, name: str | None, value: Tensor, reduced: Sequence[int] = ()) -> Tensor:
+        """This rank's part of a whole parameter, or of an optimizer's state of its shape but for reduced dimensions."""
+        return value if self.tensor is None or name is None else self.tensor.local(name, value, reduced)
 
     def whole_shape(self, name: str | None, value: Tensor) -> tuple[int, ...]:
         """Shape of the whole of a tensor of the module."""
         divided = name is not None and self.tensor is not None and name in self.tensor.plan.specs
         return self.tensor.plan.shapes[name] if divided else tuple(value.shape)  # type: ignore[union-attr, index]
 
-    def pieces(self, name: str | None, value: Tensor) -> Pieces:
+    def pieces(self, name: str | None, value: Tensor, reduced: Sequence[int] = ()) -> Pieces:
         """The slices that this rank holds of a tensor of the module, or of optimizer state of its shape.
 
         Args:
             name: first name of the parameter or buffer.
             value: as the module has it; the slices share its memory.
+            reduced: dimensions of the parameter along which the state is a statistic, of one element.
         """
         held = tuple(value.shape)
-        if self.tensor is None or name is None or not self.is_divided(name) or held != self.tensor.local_shape(name):
+        if self.tensor is None or name is None or not self.is_divided(name):
             return slices_of(value, held, None)
-        return slices_of(value, self.whole_shape(name, value), self.tensor.spans(name))
+        dim, runs = self.tensor.spans(name)
+        if dim in reduced or held != reduced_shape(self.tensor.local_shape(name), reduced):
+            return slices_of(value, held, None)
+        return slices_of(value, reduced_shape(self.whole_shape(name, value), reduced), (dim, runs))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole state dict on every rank, on the CPU. Collective over the pipeline's ranks."""
