@@ -24,6 +24,8 @@ _RELATIVE = 1e-2
 """The paper's largest relative step."""
 _WARM_UP = 1e-6
 """By how much a relative step grows from step to step while it warms up."""
+_ROW, _COLUMN = "row_var", "col_var"
+"""Leaves of the state: means along the last dimension and the one before it, which they have with one element."""
 
 
 class Adafactor(Optimizer):
@@ -32,11 +34,15 @@ class Adafactor(Optimizer):
     Under tensor parallelism and ZeRO 2 and 3 it gives the numbers of one process; ``torch.optim.Adafactor`` and
     ``transformers``' do not (and are refused there). Its state is in fp32, also for parameters in bf16 or fp16.
 
-    Where the two differ from each other: ``eps[0]`` is added to squared gradients, as in the paper and in
-    ``transformers`` (``torch`` instead bounds the estimates by it from below, by default at 1e-7); weight decay is
-    multiplied by the step that is taken, as in ``transformers`` (in ``torch`` by ``lr``); ``lr`` bounds relative steps,
-    as in ``torch`` (``transformers`` takes none and has 0.01). So with ``relative_step=True`` a learning rate scheduler
-    works too: it moves the bound. Parameters of three and more dimensions are factored along the last two, as in both.
+    Where those two differ:
+
+    * ``eps[0]`` is added to squared gradients, as in the paper and in ``transformers``. ``torch`` bounds estimates from
+      below by it, by default at 1e-7.
+    * ``lr`` bounds relative steps, as in ``torch``, so that a learning rate scheduler moves the bound. ``transformers``
+      takes none with ``relative_step=True`` and has 0.01.
+    * Weight decay is multiplied by the step that is taken, as in ``transformers``; in ``torch`` by ``lr``.
+
+    Parameters of three and more dimensions are factored along the last two, as in both.
 
     Args:
         params: parameters or groups of them.
@@ -110,7 +116,7 @@ class Adafactor(Optimizer):
 
     def reduced_dims(self, leaf: str, ndim: int) -> tuple[int, ...]:
         """Along which dimension a mean is one element."""
-        return {"row_var": (ndim - 1,), "col_var": (ndim - 2,)}.get(leaf, ())
+        return {_ROW: (ndim - 1,), _COLUMN: (ndim - 2,)}.get(leaf, ())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes the state and the options of another; the state stays in fp32, which torch would round."""
@@ -167,7 +173,7 @@ _Part = tuple[Cut, Iterator[_Sums]]
 def _update(parameter: Tensor, group: Mapping[str, Any], states: Any, cut: Cut | None) -> Iterator[_Sums]:
     """One step of a parameter, in stages: each yields sums, which its caller completes where other ranks have more.
 
-    A part takes part also without a gradient here, for the others; if there is none anywhere, it ends.
+    A part has its share in them also without a gradient here, for the others; it ends if none of them has one.
     """
     whole, last = tuple(parameter.shape) if cut is None else cut.whole, parameter.ndim - 1
     dtype, factored = _wide(parameter.dtype), parameter.ndim >= 2
@@ -199,7 +205,7 @@ def _update(parameter: Tensor, group: Mapping[str, Any], states: Any, cut: Cut |
     state["step"] += 1
     fresh = state["step"] ** group["decay_rate"]
     if factored:
-        row, column = _real(state["row_var"], cut, last), _real(state["col_var"], cut, last - 1)
+        row, column = _real(state[_ROW], cut, last), _real(state[_COLUMN], cut, last - 1)
         row.lerp_(rows / whole[last] + group["eps"][0], fresh)
         column.lerp_(columns / whole[last - 1] + group["eps"][0], fresh)
         mean = row.sum(last - 1, keepdim=True)
@@ -245,7 +251,7 @@ def _new_state(parameter: Tensor, dtype: torch.dtype, group: Mapping[str, Any]) 
         state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
     if len(shape) < 2:
         return {**state, "variance": torch.zeros_like(parameter, dtype=dtype)}
-    for leaf, dim in (("row_var", len(shape) - 1), ("col_var", len(shape) - 2)):
+    for leaf, dim in ((_ROW, len(shape) - 1), (_COLUMN, len(shape) - 2)):
         state[leaf] = parameter.new_zeros(reduced_shape(shape, [dim]), dtype=dtype)
     return state
 

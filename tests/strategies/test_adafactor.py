@@ -31,7 +31,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-dp2": {**TENSOR, "data_parallel_size": 2},
     "tp2-zero1": {**TENSOR, "data_parallel_size": 2, "zero_stage": 1},
     "tp2-zero3": {**TENSOR, "data_parallel_size": 2, "zero_stage": 3},
-    "zero2-hybrid": {"data_parallel_size": (2, 2), "zero_stage": 2},
 }
 BATCH = 12
 
@@ -87,6 +86,8 @@ def train(
 ) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(3)
     module, losses = Model(eps), Losses()
+    if layout is None:
+        module.double()  # Lightning's own strategies load weights before they convert the module
     strategy: Any = "auto" if layout is None else PTDPStrategy(microbatches=2, **layout)
     options: dict[str, Any] = {"gradient_clip_val": 0.5, "max_epochs": epochs, "callbacks": [losses]}
     if precision == "16-mixed":
@@ -121,21 +122,13 @@ def check(found: list[Any], losses: list[float], state: dict[str, Tensor] | None
         assert_same_state(mine, state, 1e-9)
 
 
-@pytest.mark.parametrize(
-    "name", ["pp2", "zero1", "zero2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tp2-zero1", "zero2-hybrid"))]
-)
+@pytest.mark.parametrize("name", ["pp2", "zero1", "zero2", "zero3", pytest.param("tp2-zero1", marks=pytest.mark.slow)])
 def test_equals_one_process(name: str) -> None:
     check(launch_ranks(train, processes(LAYOUTS[name]), LAYOUTS[name]), *reference())
 
 
 @pytest.mark.parametrize(
-    "layouts",
-    [
-        ["tp2", "zero3", "tp2-dp2", "one"],
-        ["plain", "tp2-zero3", "zero3-of-3", "tp2"],
-        ["zero3", "one", "zero2", "plain"],
-    ],
-    ids=" to ".join,
+    "layouts", [["tp2", "one", "zero3-of-3", "plain"], ["plain", "tp2-zero3", "tp2-dp2", "one"]], ids=" to ".join
 )
 def test_goes_on_under_another_layout(layouts: list[str], tmp_path: Path) -> None:
     """An epoch under each; statistics of rows and columns are put together and cut again."""
@@ -161,7 +154,7 @@ def test_goes_on_under_another_layout(layouts: list[str], tmp_path: Path) -> Non
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-true"])
 def test_low_precision(precision: str) -> None:
     """ZeRO 3 computes what ZeRO 1 does; with fp16's first scale the first steps overflow, and are skipped by all."""
-    found, expected = (launch_ranks(train, 2, LAYOUTS[name], 2, "", "", precision, 1e-4) for name in ("zero3", "zero1"))
+    found, expected = (launch_ranks(train, 2, LAYOUTS[name], 1, "", "", precision, 1e-4) for name in ("zero3", "zero1"))
     for (losses, state), (expected_losses, expected_state) in zip(found, expected, strict=True):
         assert losses == pytest.approx(expected_losses, rel=1e-2)
         assert_same_state(state, expected_state, 1e-2)
@@ -172,7 +165,7 @@ def test_from_yaml(tmp_path: Path) -> None:
     config = {"class_path": "lnn_lightning.Adafactor", "init_args": {"lr": 0.1, "eps": [1e-30, 0.01], "beta1": 0.9}}
     args = {"optimizer": config, "trainer": {"accelerator": "cpu", "logger": False}}
     cli = LightningCLI(BoringModel, args=args, run=False, save_config_callback=None)
-    (optimizer,) = cli.model.configure_optimizers()[0]
+    optimizer = cli.model.configure_optimizers()
     assert isinstance(optimizer, Adafactor)
     group = optimizer.param_groups[0]
     assert (group["lr"], tuple(group["eps"]), group["beta1"]) == (0.1, (1e-30, 0.01), 0.9)
