@@ -183,8 +183,8 @@ def _update(parameter: Tensor, group: Mapping[str, Any], states: Any, cut: Cut |
             "of the embedding."
         )
 
-    def size(value: Tensor, *dims: int) -> Tensor:
-        return torch.linalg.vector_norm(value, dim=dims or None, keepdim=bool(dims), dtype=dtype).square()
+    def size(value: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(value, dtype=dtype).square()
 
     def gradient() -> Tensor:
         return _real(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad, cut)
@@ -193,7 +193,9 @@ def _update(parameter: Tensor, group: Mapping[str, Any], states: Any, cut: Cut |
     learns = torch.full_like(of_value, parameter.grad is not None)
     sums: _Sums = [(of_value, ()), (learns, ())]
     if factored:
-        rows, columns = size(gradient(), last), size(gradient(), last - 1)
+        squares = gradient().to(dtype).square()
+        rows, columns = squares.sum(last, keepdim=True), squares.sum(last - 1, keepdim=True)
+        del squares
         sums += [(rows, (last,)), (columns, (last - 1,))]
     yield sums
 

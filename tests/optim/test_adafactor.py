@@ -184,7 +184,12 @@ _WHOLE: dict[str, tuple[int, ...]] = {
     "whole": (3, 2),
     "unused": (4, 4),
 }
-OPTIONS: dict[str, Any] = {"lr": 0.1, "beta1": 0.5, "weight_decay": 0.1}
+OPTIONS: dict[str, Any] = {
+    "lr": 0.1,
+    "eps": (0.1, 1e-3),
+    "beta1": 0.5,
+    "weight_decay": 0.1,
+}  # epsilon shows if padding counts
 
 
 def _gradient(name: str, step: int) -> Tensor | None:
