@@ -8,6 +8,7 @@ from lnn_lightning.precision.plugins import (
     MeshPrecision,
     loss_scale,
     mesh_precision,
+    reduce_dtype_of,
 )
 from lnn_lightning.precision.scaler import MeshGradScaler
 
@@ -20,4 +21,5 @@ __all__ = [
     "MeshPrecision",
     "loss_scale",
     "mesh_precision",
+    "reduce_dtype_of",
 ]
