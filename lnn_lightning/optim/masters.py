@@ -175,13 +175,15 @@ class Masters:
             Names of the parameters whose master weight is not there.
         """
         missing = []
-        for _, copy in self.copies:
+        for low, copy in self.copies:
             master = states.get(names[id(copy)], {}).pop(LEAF, None)
+            if not self.kept:
+                continue
             if master is None:
                 missing.append(names[id(copy)])
-            elif self.kept and master.data_ptr() != copy.data_ptr():
-                copy.copy_(master)
-        return missing if self.kept else []
+            if master is None or master.data_ptr() != copy.data_ptr():
+                copy.copy_(low if master is None else master)
+        return missing
 
 
 def masters_of(optimizer: Any) -> Masters | None:
