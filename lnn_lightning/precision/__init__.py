@@ -1,5 +1,6 @@
 """Precision plugins that agree over the mesh: clipping by one norm, loss scaling by one scale."""
 
+from lnn_lightning.optim.block_scales import BlockScaling
 from lnn_lightning.precision.agreement import MeshAgreement
 from lnn_lightning.precision.plugins import (
     MeshDoublePrecision,
@@ -13,6 +14,7 @@ from lnn_lightning.precision.plugins import (
 from lnn_lightning.precision.scaler import MeshGradScaler
 
 __all__ = [
+    "BlockScaling",
     "MeshAgreement",
     "MeshDoublePrecision",
     "MeshGradScaler",

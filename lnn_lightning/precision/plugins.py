@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lnn_lightning.optim.block_scales import BlockScaling
 from lnn_lightning.optim.clipping import clip_grad_by_mesh_norm
 from lnn_lightning.optim.masters import masters_of
 from lnn_lightning.parallel.step.standin import convert_module
@@ -193,13 +194,16 @@ class MeshMixedPrecision(MeshPrecision, MixedPrecision):
         device: type of the device that autocast works on.
         scaler: loss scaler for fp16; an ordinary one is turned into a :class:`MeshGradScaler` with its settings.
         reduce_dtype: as in :class:`MeshPrecision`.
+        gradient_scales: (``16-mixed``) ``"per_block"``, or settings: each block of the module has a gradient scale of
+            its own besides the loss scale, for models so deep that no single scale fits all blocks.
 
     Raises:
-        MisconfigurationException: there is no such dtype, or the scaler is of a kind that cannot be turned into one
-            that agrees over the mesh.
+        MisconfigurationException: there is no such dtype, the precision has no scaler, or the scaler is of a kind that
+            cannot be turned into one that agrees over the mesh.
     """
 
     scaler: MeshGradScaler | None
+    gradient_scales: BlockScaling | None = None
 
     def __init__(
         self,
@@ -207,8 +211,22 @@ class MeshMixedPrecision(MeshPrecision, MixedPrecision):
         device: str = "cuda",
         scaler: torch.amp.GradScaler | None = None,
         reduce_dtype: ReduceDtype | None = None,
+        gradient_scales: Literal["per_block"] | BlockScaling | None = None,
     ) -> None:
         MeshPrecision.__init__(self, reduce_dtype)
+        if gradient_scales == "per_block":
+            gradient_scales = BlockScaling()
+        if gradient_scales is not None and not isinstance(gradient_scales, BlockScaling):
+            raise MisconfigurationException(
+                f"`gradient_scales` must be None, 'per_block' or a `BlockScaling`, got {gradient_scales!r}."
+            )
+        if gradient_scales is not None and (
+            precision != "16-mixed" or (scaler is not None and not scaler.is_enabled())
+        ):
+            raise MisconfigurationException(
+                "`gradient_scales` is for `16-mixed` with a scaler: other precisions have the range of fp32."
+            )
+        self.gradient_scales = gradient_scales
         if scaler is not None:
             scaler = _mesh_scaler(scaler)
         elif precision == "16-mixed":

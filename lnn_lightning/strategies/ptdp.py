@@ -39,6 +39,7 @@ from lnn_lightning.strategies.initial_weights import read_initial_weights
 from lnn_lightning.strategies.manual import computing_step
 from lnn_lightning.strategies.memory import MemoryHooks
 from lnn_lightning.strategies.peek import peek_batch
+from lnn_lightning.strategies.scaling import scale_blocks
 from lnn_lightning.strategies.signals import AgreedSignals
 from lnn_lightning.strategies.steps import LightningObserver, StepDriver
 
@@ -196,6 +197,8 @@ class PTDPStrategy(MemoryHooks, DataHooks):
         convert_module(module, device=self.root_device)
         self.engine.shard(self._zero)
         self.setup_memory(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            scale_blocks(self.engine, self.precision_plugin, self.root_device)
         if new and self._initial_weights is not None:
             self._read_initial_weights(self._initial_weights, module)
         divide_averages(trainer, module)
