@@ -24,6 +24,7 @@ from lnn_lightning.checkpoint.folder import remove
 from lnn_lightning.checkpoint.pieces import Pieces
 from lnn_lightning.checkpoint.states import MODULE_STATES, OURS, callback_part
 from lnn_lightning.optim.cuts import reduced_dims
+from lnn_lightning.optim.masters import states_of
 from lnn_lightning.parallel.data.shards import local_of
 from lnn_lightning.parallel.shared_folder import check_shared
 from lnn_lightning.parallel.step.standin import is_stand_in
@@ -114,7 +115,7 @@ class CheckpointHooks(ResumeHooks):
                 leaf: sharded_leaf(value, p, parameters[names[id(p)]], reduced_dims(plain, leaf, p.ndim))
                 for leaf, value in values.items()
             }
-            for p, values in plain.state.items()
+            for p, values in states_of(plain)
         }
         return {"state": state, "param_groups": groups}
 

@@ -39,6 +39,6 @@ def bind_cuts(optimizer: KnowsCuts, residence: Residence) -> None:
         cuts[id(held)] = Cut(pieces.shape, tuple(real), tuple(groups))
 
     def describe(parameter: Tensor) -> Cut | None:
-        return cuts.get(id(parameter))
+        return cuts.get(id(residence.copied(parameter)))
 
     optimizer.bind_cuts(describe, [data, tensor])

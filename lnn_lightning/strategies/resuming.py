@@ -19,6 +19,7 @@ from lnn_lightning.checkpoint.pieces import Pieces, whole_tensor
 from lnn_lightning.checkpoint.sources import load_safely
 from lnn_lightning.checkpoint.states import MODULE_STATES, OURS, callback_part, with_versions
 from lnn_lightning.optim.cuts import reduced_dims
+from lnn_lightning.optim.masters import LEAF, masters_of, states_of
 from lnn_lightning.parallel.data.shards import is_sharded, local_of, piece_of, sharded_like
 from lnn_lightning.parallel.step.standin import is_stand_in
 from lnn_lightning.parallel.tensor.axis import reduced_shape
@@ -226,7 +227,10 @@ class ResumeHooks(IntactHooks):
         residence, prefix = self.engine.residence, f"optimizer.{index}."
         names, parameters = residence.names_by_id(), dict(self.lightning_module.named_parameters())
         optimizer = plain_optimizer(self.optimizers[index])
-        held = {names[id(p)]: optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]}
+        held: dict[str, dict[str, Any]] = {
+            names[id(p)]: {} for group in optimizer.param_groups for p in group["params"]
+        }
+        held |= {names[id(p)]: values for p, values in states_of(optimizer)}
         known = tensor_names(path)
         state: dict[str, dict[str, Any]] = {}
         wanted: dict[str, Pieces] = {}
@@ -279,17 +283,33 @@ class ResumeHooks(IntactHooks):
 
     def _put_optimizer_state(self, optimizer: Optimizer, by_name: Mapping[str, Any], groups: list[Any]) -> None:
         names = self.engine.residence.names_by_id()
+        self._put_masters(optimizer, names, by_name)
         local = optimizer.state_dict()
         numbered = {
             number: by_name[names[id(parameter)]]
             for group, numbers in zip(optimizer.param_groups, local["param_groups"], strict=True)
             for parameter, number in zip(group["params"], numbers["params"], strict=True)
-            if names[id(parameter)] in by_name
+            if by_name.get(names[id(parameter)])
         }
         merged = [
             {**saved, "params": mine["params"]} for saved, mine in zip(groups, local["param_groups"], strict=True)
         ]
         optimizer.load_state_dict({"state": numbered, "param_groups": merged})
+
+    def _put_masters(self, optimizer: Optimizer, names: Mapping[int, str], by_name: Mapping[str, Any]) -> None:
+        """Master weights of a checkpoint go to those of the run."""
+        masters = masters_of(optimizer)
+        if masters is not None:
+            if (missing := masters.load(names, by_name)) and by_name:
+                rank_zero_warn(
+                    f"The checkpoint has no master weights of {len(missing)} parameter(s), the first {missing[0]!r}: "
+                    "they start from the parameters, which are rounded."
+                )
+        elif any([leaves.pop(LEAF, None) is not None for leaves in by_name.values()]):
+            rank_zero_warn(
+                "The checkpoint has fp32 master weights, which this run does not keep: it goes on from the parameters, "
+                "which are rounded. Use `MeshHalfPrecision(..., master_weights=True)` to go on exactly."
+            )
 
     # ---------------------------------------------------------------- where it goes on
 

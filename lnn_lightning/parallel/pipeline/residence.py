@@ -18,6 +18,7 @@ from lnn_lightning.parallel.pipeline.ownership import Ownership
 from lnn_lightning.parallel.pipeline.plans import PlanBook
 from lnn_lightning.parallel.pipeline.schedules import Placement
 from lnn_lightning.parallel.pipeline.slices import slices_of
+from lnn_lightning.parallel.reduction import reduction_dtype
 from lnn_lightning.parallel.step.materialize import materialize
 from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors, replace_tensors, stand_in_for
 from lnn_lightning.parallel.tensor.axis import reduced_shape
@@ -41,6 +42,7 @@ class Residence:
         self.tensor: TensorSharding | None = None
         self._guards: list[Any] = []
         self.sharding: Sharding | None = None
+        self._copied: dict[int, Tensor] = {}
         self._ranks = {
             name: tuple(sorted({placement.rank_of(stage) for stage in stages}))
             for name, stages in ownership.tensors.items()
@@ -124,10 +126,10 @@ class Residence:
         """Whether each tensor rank holds a part of its own of a parameter."""
         return self.tensor is not None and name in self.tensor.plan.specs
 
-    def settle_gradients(self) -> None:
+    def settle_gradients(self, reduce_dtype: torch.dtype | None = None) -> None:
         """Makes the gradients of parameters that all tensor ranks hold equal on them."""
         if self.tensor is not None:
-            self.tensor.settle_gradients(local_of)
+            self.tensor.settle_gradients(local_of, reduce_dtype)
 
     def check_replicas(self) -> None:
         """Compares what all tensor ranks hold, bit by bit. Collective over them.
@@ -145,14 +147,23 @@ class Residence:
                 "`gradient_clip_val`, which know all of them), a random number, or a callback that depends on the rank."
             )
 
+    def optimized_as(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Tells what optimizers hold in place of parameters, or of pieces of them: (parameter, copy)."""
+        self._copied = {id(copy): parameter for parameter, copy in copies}
+        self.__dict__.pop("_counted", None)
+
+    def copied(self, parameter: Tensor) -> Tensor:
+        """What an optimizer's parameter is a copy of; itself, if it is none."""
+        return self._copied.get(id(parameter), parameter)
+
     def names_by_id(self) -> dict[int, str]:
         """``id(parameter)`` -> its first name, for the module's parameters and the pieces that optimizers hold."""
         names = {id(parameter): name for name, parameter in self.root.named_parameters()}
         if self.sharding is not None:
             names |= {id(shard.local): shard.name for shard in self.sharding.shards}
-        return names
+        return names | {copy: names[id(parameter)] for copy, parameter in self._copied.items()}
 
-    def sum_shared_gradients(self) -> None:
+    def sum_shared_gradients(self, reduce_dtype: torch.dtype | None = None) -> None:
         """Adds up the gradients of parameters that several ranks of the pipeline use."""
         for name, parameter in self.root.named_parameters():
             ranks = self.ranks_of(name)
@@ -160,7 +171,9 @@ class Residence:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=self.mesh.pipeline_subgroup(ranks))
+            summed = parameter.grad.to(reduction_dtype(parameter.dtype, reduce_dtype))
+            dist.all_reduce(summed, group=self.mesh.pipeline_subgroup(ranks))
+            parameter.grad.copy_(summed)
 
     def synchronize_buffers(self) -> None:
         """Gives all data ranks the buffers of the first, as DistributedDataParallel does before each forward."""
