@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -326,3 +327,21 @@ def _finetuning(rank: int, world_size: int) -> str:
 
 def test_finetuning_is_refused() -> None:
     assert "BackboneFinetuning looks for the module's parameters" in launch_ranks(_finetuning, 1)[0]
+
+
+def test_from_yaml(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        """
+trainer:
+  accelerator: cpu
+  logger: false
+  plugins:
+    - class_path: lnn_lightning.precision.MeshHalfPrecision
+      init_args: {precision: bf16-true, master_weights: true, reduce_dtype: bf16}
+"""
+    )
+    cli = LightningCLI(
+        Net, Shares, run=False, save_config_callback=None, args=["--config", str(tmp_path / "config.yaml")]
+    )
+    plugin = cli.trainer.precision_plugin
+    assert isinstance(plugin, MeshHalfPrecision) and plugin.master_weights and plugin.reduce_dtype == "bf16"
