@@ -165,11 +165,11 @@ class BlockScales(StepExtension):
             if overflowed:
                 self.scales[name] *= settings.backoff_factor
                 self._good[name] = 0
-            elif not any(blocks):
-                self._good[name] += 1
-                if self._good[name] == settings.growth_interval:
-                    self.scales[name] = min(self.scales[name] * settings.growth_factor, _LARGEST)
-                    self._good[name] = 0
+                continue
+            self._good[name] += 1
+            if self._good[name] >= settings.growth_interval:
+                self.scales[name] = min(self.scales[name] * settings.growth_factor, _LARGEST)
+                self._good[name] = 0
         return any(blocks)
 
     def state_dict(self) -> dict[str, Any]:
