@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
 
+from lnn_lightning.optim.cuts import KnowsCuts
 from lnn_lightning.parallel.data.shards import is_sharded, local_of
 from lnn_lightning.parallel.step.standin import is_stand_in
 
@@ -85,7 +86,7 @@ class OptimizerShare:
         for group in new:
             kept = [pieces.get(id(p), p) for p in group["params"] if id(p) in mine or id(p) in pieces]
             state = {p: self.optimizer.state.pop(p) for p in group["params"] if p in self.optimizer.state}
-            group["params"] = [p for p in kept if p.numel() or id(p) in mine]
+            group["params"] = [p for p in kept if p.numel() or id(p) in mine or isinstance(self.optimizer, KnowsCuts)]
             for parameter, values in state.items():  # some optimizers make it when they are built
                 target = pieces.get(id(parameter), parameter)
                 if any(target is p for p in group["params"]):
@@ -104,7 +105,7 @@ class OptimizerShare:
                     parameter.grad = None
                 elif parameter.grad is not None:
                     parameter.grad.detach_().zero_()
-        for parameter, piece in self.sharded:  # pieces without elements are in no group
+        for parameter, piece in self.sharded:  # most optimizers' groups are without pieces that have no elements
             if piece.numel() == 0 and to_none:
                 parameter.grad = piece.grad = None
 

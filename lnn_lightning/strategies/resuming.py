@@ -18,9 +18,11 @@ from lnn_lightning.checkpoint.distributed import read_pieces
 from lnn_lightning.checkpoint.pieces import Pieces, whole_tensor
 from lnn_lightning.checkpoint.sources import load_safely
 from lnn_lightning.checkpoint.states import MODULE_STATES, OURS, callback_part, with_versions
+from lnn_lightning.optim.cuts import reduced_dims
 from lnn_lightning.optim.masters import LEAF, masters_of, states_of
 from lnn_lightning.parallel.data.shards import is_sharded, local_of, piece_of, sharded_like
 from lnn_lightning.parallel.step.standin import is_stand_in
+from lnn_lightning.parallel.tensor.axis import reduced_shape
 from lnn_lightning.parallel.watch import while_doing
 from lnn_lightning.strategies.intact import IntactHooks
 from lnn_lightning.strategies.leaves import (
@@ -241,9 +243,10 @@ class ResumeHooks(IntactHooks):
                 continue
             shape, dtype = known[entry]
             parameter = parameters[name]
-            if shape == residence.whole_shape(name, parameter):
-                value = state_like(parameter, dtype, held[name].get(leaf))
-                wanted[entry] = residence.pieces(name, value)
+            reduced = reduced_dims(optimizer, leaf, parameter.ndim)
+            if shape == reduced_shape(residence.whole_shape(name, parameter), reduced):
+                value = state_like(parameter, dtype, held[name].get(leaf), reduced)
+                wanted[entry] = residence.pieces(name, value, reduced)
             else:
                 value = torch.empty(shape, dtype=dtype)
                 wanted[entry] = residence.pieces(None, value)
@@ -258,11 +261,14 @@ class ResumeHooks(IntactHooks):
         names = [name for group in self._group_names[index] for name in group]
         of = dict(zip(numbers, names, strict=True))
         parameters, residence = dict(self.lightning_module.named_parameters()), self.engine.residence
-        by_name = {}
+        optimizer = plain_optimizer(self.optimizers[index])
+        by_name: dict[str, Any] = {}
         for number, leaves in state["state"].items():
             name = of[number]
-            local = {k: residence.local(name, v) if isinstance(v, Tensor) else v for k, v in leaves.items()}
-            by_name[name] = {leaf: own_part(value, parameters[name]) for leaf, value in local.items()}
+            for leaf, value in leaves.items():
+                reduced = reduced_dims(optimizer, leaf, parameters[name].ndim)
+                part = residence.local(name, value, reduced) if isinstance(value, Tensor) else value
+                by_name.setdefault(name, {})[leaf] = own_part(part, parameters[name], reduced)
         return by_name, state["param_groups"]
 
     def _add_groups(self, optimizer: Optimizer, groups: list[Any]) -> None:

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lnn_lightning.optim.cuts import KnowsCuts
 from lnn_lightning.optim.elementwise import not_elementwise
 from lnn_lightning.optim.masters import Masters, masters_of
 from lnn_lightning.optim.shares import OptimizerShare
@@ -22,6 +23,7 @@ from lnn_lightning.parallel.step.randomness import seed_of
 from lnn_lightning.parallel.watch import doing
 from lnn_lightning.precision import MeshHalfPrecision
 from lnn_lightning.strategies.checkpoints import CheckpointHooks
+from lnn_lightning.strategies.cuts import bind_cuts
 from lnn_lightning.strategies.manual import SEVERAL_OPTIMIZERS
 
 _CHECK_EVERY = 100
@@ -40,6 +42,8 @@ def refuse_unsplittable(optimizer: Optimizer, way_out: str) -> None:
     Raises:
         StepError: it is not one of them.
     """
+    if "adafactor" in type(optimizer).__name__.lower():
+        way_out += " `lnn_lightning.Adafactor` can: it is right on parts too."
     if (reason := not_elementwise(optimizer)) is not None:
         raise StepError(f"{type(optimizer).__name__} cannot update parts of parameters: {reason} {way_out}")
 
@@ -83,7 +87,9 @@ class ZeroHooks(CheckpointHooks):
                         f"sharded ones with `zero_stage={self._zero.stage}`. Use `zero_stage=1`."
                     )
         for optimizer in self.optimizers:
-            if sharding is not None:
+            if isinstance(optimizer, KnowsCuts):
+                bind_cuts(optimizer, self.engine.residence)
+            elif sharding is not None:
                 way_out = "Use `zero_stage=1`, which shares out whole parameters and is right for every optimizer."
                 refuse_unsplittable(optimizer, way_out)
             elif self._has_divided(optimizer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.reduction import reduction_dtype
 from lnn_lightning.parallel.step.standin import StandInParameter, is_stand_in
 from lnn_lightning.parallel.step.trace import Trace
-from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, join_parts, spans_of_part, take_part
+from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, join_parts, reduced_shape, spans_of_part, take_part
 from lnn_lightning.parallel.tensor.layers import REPLICATE, Role
 from lnn_lightning.parallel.tensor.modules import (
     LayerRole,
@@ -78,10 +78,12 @@ class TensorSharding:
             return part
         return join_parts(self.outside.all_gather(part.detach()), spec)
 
-    def local(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole parameter, gradient or state of this name."""
+    def local(self, name: str, whole: Tensor, reduced: Sequence[int] = ()) -> Tensor:
+        """This rank's part of a whole parameter, gradient or state of this name (one element along reduced dims)."""
         spec = self.plan.specs.get(name)
-        return whole if spec is None or tuple(whole.shape) != self.plan.shapes[name] else self.part(spec, whole)
+        if spec is None or spec.dim in reduced or whole.shape != reduced_shape(self.plan.shapes[name], reduced):
+            return whole
+        return self.part(spec, whole)
 
     def spans(self, name: str) -> tuple[int, list[tuple[int, int, int]]]:
         """The divided dimension of a parameter and where this rank's part of it lies in the whole."""
