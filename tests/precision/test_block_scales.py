@@ -88,12 +88,14 @@ def fit(
 
 @cache
 def exact() -> dict[str, Tensor]:
-    return launch_ranks(fit, 1, ONE, None, True)[0][0]
+    """Without the embedding: what it returns is fp16, and so is the gradient that comes to it."""
+    gradients = launch_ranks(fit, 1, ONE, None, True)[0][0]
+    return {name: value for name, value in gradients.items() if not name.startswith("embed")}
 
 
 def test_one_scale_underflows_where_scales_of_blocks_do_not() -> None:
     expected = exact()
-    early = [name for name in expected if name.startswith(("blocks.0.", "blocks.1.", "embed"))]
+    early = [name for name in expected if name.startswith(("blocks.0.", "blocks.1."))]
     one, _, _ = launch_ranks(fit, 1, ONE, None)[0]
     assert all(0 < expected[name].abs().max() < 1e-12 for name in early)
     assert all(one[name].abs().max() == 0 for name in early if name.endswith("up.weight"))
@@ -112,7 +114,7 @@ def test_ranks_agree(name: str) -> None:
     for gradients, history, _ in results:
         assert history == results[0][1]
         for key, value in gradients.items():
-            if value.shape == expected[key].shape:
+            if key in expected and value.shape == expected[key].shape:
                 scale = expected[key].abs().max()
                 assert relative_error(value / scale, expected[key] / scale) < 0.02, key
 
