@@ -4,9 +4,9 @@ One loss scale must keep the largest gradient of a deep model below fp16's large
 smallest. Here the gradient is multiplied by a block's own scale where it enters the block's backward and divided by it
 where it leaves, the gradients of the block's parameters included: inside, where autocast computes in fp16, each block
 uses the range of fp16 by itself. Between blocks it flows as the module has it there, in fp32 for a residual stream in
-fp32; to a block that returns fp16 it comes in fp16, at the loss scale alone. What overflows in a block is not handed to the blocks before it; that block's scale is lowered, the loss scale
-stays, and the step is skipped. A block must get what it computes with as arguments and hand on what it computes by
-returning it.
+fp32; to a block that returns fp16 it comes in fp16, at the loss scale alone. What overflows in a block is not handed to
+the blocks before it; that block's scale is lowered, the loss scale stays, and the step is skipped. A block must get
+what it computes with as arguments and hand on what it computes by returning it.
 """
 
 from __future__ import annotations
