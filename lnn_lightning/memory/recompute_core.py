@@ -155,9 +155,8 @@ class CoreWatch(TorchDispatchMode):
         packet = func.overloadpacket
         if packet in _PRODUCTS:
             out = func(*args, **kwargs)
-            for number in inside:
-                core = self._cores[self._core_of[number]]
-                core.ends |= core.softmax
+            for each in (self._cores[self._core_of[number]] for number in inside):
+                each.ends |= each.softmax
             self._cores.append(_Core())
             self._note(func, args, kwargs, given, out, len(self._cores) - 1, None)
             return out
@@ -184,10 +183,8 @@ class CoreWatch(TorchDispatchMode):
             self._cores[other] = _Core()
         return first
 
-    def _note(
-        self, func: Any, args: Any, kwargs: Any, given: list[Tensor], out: Any, core: int, random: Any
-    ) -> None:
-        results = [leaf for leaf in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(leaf, Tensor)]
+    def _note(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], out: Any, core: int, random: Any) -> None:
+        results = _results(out)
         addresses = {leaf.untyped_storage()._cdata for leaf in given}
         shared = [leaf for leaf in results if leaf.untyped_storage()._cdata in addresses]
         writes: set[int] = set()
@@ -250,9 +247,7 @@ class CoreWatch(TorchDispatchMode):
                     place.replay = replay
                     replay.places.append(ref(place))
                 place.tensor = None
-        for entries in (self._operations, self._outside, self._places, self._storages):
-            entries.clear()  # type: ignore[attr-defined]
-        self._numbers.clear()
+        self._operations, self._outside, self._places, self._storages, self._numbers = [], [], [], [], {}
 
     def _replay_of(self, core: int, places: list[_Place]) -> _Replay | None:
         """How a core is computed again; None if that would keep more than it saves, or not give the same."""
@@ -316,9 +311,8 @@ class _Replay:
                     operation.random()
                 args, kwargs = tree_map(argument, operation.arguments)
                 out = operation.func(*args, **kwargs)
-                results = [leaf for leaf in (out if isinstance(out, (tuple, list)) else (out,))]
-                made = [leaf for leaf in results if isinstance(leaf, Tensor)]
-                memory |= {number: leaf for number, leaf in zip(operation.made, made, strict=True) if number is not None}
+                made = zip(operation.made, _results(out), strict=True)
+                memory |= {number: leaf for number, leaf in made if number is not None}
                 for number in [number for number in memory if last.get(number, -1) <= index and number not in needed]:
                     del memory[number]
         if put_back is not None:
@@ -349,6 +343,10 @@ def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from (each for each in value if isinstance(each, Tensor))
+
+
+def _results(out: Any) -> list[Tensor]:
+    return [leaf for leaf in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(leaf, Tensor)]
 
 
 def _bytes(tensor: Tensor) -> int:

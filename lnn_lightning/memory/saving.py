@@ -18,7 +18,8 @@ def _as_it_is(value: Any) -> Any:
 
 def hooks_around() -> Hooks:
     """The saved-tensor hooks that are in force here; they see whatever is kept with them."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) or (_as_it_is, _as_it_is)
+    around: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return (_as_it_is, _as_it_is) if around is None else around
 
 
 class Kept:
