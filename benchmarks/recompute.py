@@ -5,10 +5,10 @@
 
 A GPT on one process, attention and dropout written by hand, run by the engine. Bytes are those that autograd keeps of a
 block between forward and backward (saved-tensor hooks, each memory once, parameters and buffers left out), beside the
-formulas of Korthikanti et al. 2022 (arXiv 2205.05198): ``sbh(34 + 5as/h)`` without recomputation, ``34sbh`` without the
-core of attention, ``2sbh`` with the block's input alone. They count two bytes a value and one a dropout mask's; here
-both are as large as they are on the device (in float32 on the CPU: four, four). Times are the processor's, of forward and
-backward of a step; all settings take turns within one run, the best of its rounds counts.
+formulas of Korthikanti et al. 2022 (arXiv 2205.05198): ``sbh(34 + 5as/h)`` without recomputation, ``34sbh`` without
+the core of attention, ``2sbh`` with the block's input alone. They count two bytes a value and one a dropout mask's;
+here both are as large as they are on the device (in float32 on the CPU: four, four). Times are the processor's, of
+forward and backward of a step; all settings take turns within one run, the best of its rounds counts.
 """
 
 import argparse

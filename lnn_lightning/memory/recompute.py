@@ -68,12 +68,13 @@ def recompute_extension(
         return None
     blocks = recomputed_blocks(root, units)
     own = {stage: [name for name in blocks if name in names] for stage, names in stages.items()}
+    expected = not blocks or any(own.values())  # a stage may hold an embedding or a head alone
     if value == "selective":
-        return CoreRecomputation({name for names in own.values() for name in names})
+        return CoreRecomputation({name for names in own.values() for name in names}, expected)
     every = value if isinstance(value, int) else 1
     chosen = {name for names in own.values() for name in names[::every]}
     lengths = {stage: len(names) for stage, names in own.items()} if value == "auto" and not sharded else {}
-    return BlockRecomputation(chosen, lengths)
+    return BlockRecomputation(chosen, lengths, expected)
 
 
 def segment_length(blocks: int, given: int, within: int) -> int:
@@ -93,10 +94,16 @@ def segment_length(blocks: int, given: int, within: int) -> int:
 
 
 class _Recomputation(StepExtension):
-    """Applies to the blocks of training steps that the user does not recompute already."""
+    """Applies to the blocks of training steps that the user does not recompute already.
 
-    def __init__(self, blocks: set[str]) -> None:
-        self._blocks, self._training, self._used, self._told = blocks, False, False, set[str]()
+    Args:
+        blocks: names of the blocks.
+        expected: there should be some here.
+    """
+
+    def __init__(self, blocks: set[str], expected: bool) -> None:
+        self._blocks, self._expected = blocks, expected
+        self._training, self._used, self._told = False, False, set[str]()
 
     @override
     def begin(self, parts: int, training: bool) -> None:
@@ -104,8 +111,8 @@ class _Recomputation(StepExtension):
 
     @override
     def finish(self) -> None:
-        if self._training and not self._used:
-            self._tell(self._unused())
+        if self._training and not self._used and self._expected:
+            self._tell("unused", self._unused())
         self._training = False
 
     def _applies(self, run: UnitRun) -> bool:
@@ -114,16 +121,18 @@ class _Recomputation(StepExtension):
             return False
         if call.region is not None or call.checkpoints:
             self._tell(
+                "twice",
                 f"The model recomputes {call.unit!r} itself (`torch.utils.checkpoint`, or `gradient_checkpointing`): "
-                "`recompute` leaves such blocks alone."
+                "`recompute` leaves such blocks alone.",
             )
             self._used = True
             return False
         return True
 
-    def _tell(self, text: str) -> None:
-        if text.split("'")[0] not in self._told:
-            self._told.add(text.split("'")[0])
+    def _tell(self, what: str, text: str) -> None:
+        """Says something once."""
+        if what not in self._told:
+            self._told.add(what)
             log.warning(text)
 
     def _unused(self) -> str:
@@ -139,13 +148,14 @@ class BlockRecomputation(_Recomputation):
     Args:
         blocks: names of the blocks.
         lengths: stage -> number of its blocks, where checkpoints may lie more than one block apart.
+        expected: there should be some here.
     """
 
     may_split = False
     """The two parts would both need what is recomputed, and recompute it each."""
 
-    def __init__(self, blocks: set[str], lengths: Mapping[int, int]) -> None:
-        super().__init__(blocks)
+    def __init__(self, blocks: set[str], lengths: Mapping[int, int], expected: bool = True) -> None:
+        super().__init__(blocks, expected)
         self._lengths = lengths
         self._open: Segment | None = None
 
@@ -165,8 +175,9 @@ class BlockRecomputation(_Recomputation):
             return body(*args, **kwargs)
         if run.call.in_place:
             self._tell(
+                "in place",
                 f"{run.call.unit!r} changes a tensor that it is given in place: `recompute` leaves it alone, it would "
-                "not find it as it was."
+                "not find it as it was.",
             )
             self._open = None
             return body(*args, **kwargs)
@@ -182,10 +193,11 @@ class CoreRecomputation(_Recomputation):
 
     Args:
         blocks: names of the blocks.
+        expected: there should be some here.
     """
 
-    def __init__(self, blocks: set[str]) -> None:
-        super().__init__(blocks)
+    def __init__(self, blocks: set[str], expected: bool = True) -> None:
+        super().__init__(blocks, expected)
         self._without: dict[int, Call] = {}
 
     @override

@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lnn_lightning.memory.saving import Hooks, Kept, hooks_around
 from lnn_lightning.parallel.step.randomness import is_random
-from lnn_lightning.parallel.step.tree import tree_map
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.bmm, _aten.baddbmm}
@@ -121,6 +120,8 @@ class _Place:
 class CoreWatch(TorchDispatchMode):
     """Follows a block's operations and what autograd saves of them."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self._hooks: Hooks = hooks_around()
@@ -150,9 +151,11 @@ class CoreWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else None
+        if not self._numbers and packet not in _PRODUCTS:
+            return func(*args, **kwargs)
         given = [leaf for leaf in _tensors(args, kwargs) if type(leaf) in _PLAIN]
         inside = {number for leaf in given if (number := self._number(leaf)) is not None}
-        packet = func.overloadpacket
         if packet in _PRODUCTS:
             out = func(*args, **kwargs)
             for each in (self._cores[self._core_of[number]] for number in inside):
@@ -160,7 +163,7 @@ class CoreWatch(TorchDispatchMode):
             self._cores.append(_Core())
             self._note(func, args, kwargs, given, out, len(self._cores) - 1, None)
             return out
-        if not inside or not _is_cheap(func) or kwargs.get("generator") is not None:
+        if not inside or packet is None or not _is_cheap(func) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         random = _random_as_now(given[0].device) if is_random(func) else None
         out = func(*args, **kwargs)
@@ -199,7 +202,7 @@ class CoreWatch(TorchDispatchMode):
             return  # a view, which needs no operation
         product = func.overloadpacket in _PRODUCTS
         reads: set[int] = set()
-        arguments = tree_map(lambda leaf: self._argument(leaf, product, reads), (args, kwargs))
+        arguments = _map(lambda leaf: self._argument(leaf, product, reads), (args, kwargs))
         made = [None if writes else self._new(leaf, core) for leaf in results]
         self._operations.append(_Operation(func, arguments, reads, writes, made, core, random))
 
@@ -259,7 +262,7 @@ class CoreWatch(TorchDispatchMode):
                 operations.insert(0, operation)
         outside: set[int] = set()
         for operation in operations:
-            tree_map(lambda leaf: outside.add(leaf.index) if isinstance(leaf, _Outside) else None, operation.arguments)
+            _map(lambda leaf: outside.add(leaf.index) if isinstance(leaf, _Outside) else None, operation.arguments)
         given = {index: self._outside[index] for index in outside}
         if any(tensor._version != version for tensor, version in given.values()):
             return None
@@ -309,7 +312,7 @@ class _Replay:
             for index, operation in enumerate(self.operations):
                 if operation.random is not None:
                     operation.random()
-                args, kwargs = tree_map(argument, operation.arguments)
+                args, kwargs = _map(argument, operation.arguments)
                 out = operation.func(*args, **kwargs)
                 made = zip(operation.made, _results(out), strict=True)
                 memory |= {number: leaf for number, leaf in made if number is not None}
@@ -343,6 +346,15 @@ def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from (each for each in value if isinstance(each, Tensor))
+
+
+def _map(function: Callable[[Any], Any], arguments: Any) -> Any:
+    """The arguments of an operator with every one of them replaced."""
+    if isinstance(arguments, (list, tuple)):
+        return type(arguments)([_map(function, each) for each in arguments])
+    if isinstance(arguments, dict):
+        return {name: _map(function, each) for name, each in arguments.items()}
+    return function(arguments)
 
 
 def _results(out: Any) -> list[Tensor]:
