@@ -40,11 +40,11 @@ RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full", 2, "auto")
 class Shape:
     """Size of the model: Korthikanti's letters."""
 
-    layers: int = 4
-    s: int = 1024
+    layers: int = 2
+    s: int = 512
     b: int = 1
-    h: int = 768
-    a: int = 12
+    h: int = 2048
+    a: int = 16
     dropout: float = 0.1
     vocabulary: int = 64
 
@@ -192,8 +192,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
-    small = Shape(s=256, h=512, a=8, b=4)
-    shapes = [small] if quick else [small, Shape(), Shape(dropout=0.0)]
+    small = Shape(layers=4, s=256, h=512, a=8, b=4)
+    shapes = [small] if quick else [small, Shape(), Shape(a=64)]
     for shape in shapes:
         rows = run_ranks(measure, 1, shape, 3 if quick else 7, timeout=1800)[0]
         none = rows[0]

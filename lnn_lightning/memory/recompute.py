@@ -21,6 +21,7 @@ from lnn_lightning.memory.recompute_blocks import Segment
 from lnn_lightning.memory.recompute_core import CoreWatch
 from lnn_lightning.parallel.errors import LayoutError
 from lnn_lightning.parallel.step.extension import Body, StepExtension, UnitRun
+from lnn_lightning.parallel.step.shapes import own_object
 from lnn_lightning.parallel.step.trace import Call
 from lnn_lightning.parallel.step.tree import tree_leaves
 from lnn_lightning.parallel.step.units import Units
@@ -182,10 +183,21 @@ class BlockRecomputation(_Recomputation):
             self._open = None
             return body(*args, **kwargs)
         self._used = True
+        self._mention_caches(run, args, kwargs)
         length = segment_length(self._lengths.get(run.stage, 1), run.call.given_bytes, run.call.saved_bytes)
         if self._open is None or len(self._open) >= length or not self._open.continues(args, kwargs):
             self._open = Segment()
         return self._open.run(run, body, args, kwargs)
+
+    def _mention_caches(self, run: UnitRun, args: Any, kwargs: Any) -> None:
+        for leaf in tree_leaves((args, kwargs)) if "caches" not in self._told else ():
+            if not isinstance(leaf, Tensor) and _holds_tensors(leaf):
+                self._tell(
+                    "caches",
+                    f"{run.call.unit!r} is given a {type(leaf).__name__} that holds values of other blocks: they stay "
+                    "in memory for the recomputation. If it is a cache of keys and values, switch it off for training "
+                    "(`use_cache=False`).",
+                )
 
 
 class CoreRecomputation(_Recomputation):
@@ -220,6 +232,17 @@ class CoreRecomputation(_Recomputation):
             "between them) in the blocks: the fused kernels of `scaled_dot_product_attention` keep none. Use 'full', "
             "'auto' or every n-th block to keep less."
         )
+
+
+def _holds_tensors(value: Any) -> bool:
+    held: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        held.append(tensor)
+        return tensor
+
+    own_object(value, note)
+    return bool(held)
 
 
 def _needs_graph(unit: nn.Module, args: Any, kwargs: Any) -> bool:

@@ -176,6 +176,18 @@ def test_the_core_is_found_in_every_form(form: str) -> None:
     assert plain.total - selective.total >= 2 * 2 * scores
 
 
+def test_changes_that_cannot_be_run_again_are_kept() -> None:
+    """Scores that are changed in place by other than elementwise operations."""
+
+    class Topped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            scores = x @ x.mT
+            scores.index_fill_(2, torch.tensor([3]), -1.0)
+            return torch.softmax(scores, -1).pow(2) @ x
+
+    assert equal(outcome([Topped()], extension("selective", {"blocks.0"})), outcome([Topped()], None))
+
+
 def test_products_without_a_softmax_are_no_core() -> None:
     """Linear attention; and a fused kernel, which keeps no scores."""
 
@@ -297,8 +309,8 @@ def test_hooks_of_the_block_fire_once() -> None:
     assert counts == {"before": 1, "backward": 1}
 
 
-def test_random_routing_is_not_done_differently() -> None:
-    """CASES TT#1117, Automodel#3325: sizes depend on the routing, which chance decides."""
+def test_tt1117_automodel3325_random_routing() -> None:
+    """Sizes depend on the routing, which chance decides."""
 
     class Routed(nn.Module):
         def __init__(self) -> None:

@@ -86,8 +86,8 @@ def test_tensor_and_sequence_parallel() -> None:
     check("gpt_dropout", 2, TENSOR, ["full", "selective"], Run(3))
 
 
-def test_data_parallel_and_sharded_with_accumulation() -> None:
-    """torchgpipe#16: gradients are reduced once; PL#19267, torchtune#2684, OLMo-core#828."""
+def test_torchgpipe16_pl19267_torchtune2684_olmo828_sharded() -> None:
+    """Gradients are reduced once, and equal those without recomputation; with accumulation and clipping."""
     check("gpt_dropout", 2, DATA, ["full", "selective"], Run(2, accumulate=2, clip=0.1))
 
 
