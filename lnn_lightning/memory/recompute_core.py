@@ -225,7 +225,7 @@ class CoreWatch(TorchDispatchMode):
             for place in own:
                 if replay is None:
                     assert place.tensor is not None
-                    place.kept = Kept(place.tensor, self._hooks)
+                    place.kept = Kept(place.tensor, self._hooks, place.version)
                 else:
                     place.replay = replay
                     replay.places.append(ref(place))
@@ -240,16 +240,18 @@ class CoreWatch(TorchDispatchMode):
             if operation.core == core and ({*operation.made} | operation.writes) & needed:
                 needed |= operation.reads
                 operations.insert(0, operation)
-        outside: set[int] = set()
+        given: dict[int, tuple[Tensor, int]] = {}
+
+        def note(leaf: Any) -> None:
+            if isinstance(leaf, Outside):
+                given[leaf.index] = self._outside[leaf.index]
+
         for operation in operations:
-            map_arguments(
-                lambda leaf: outside.add(leaf.index) if isinstance(leaf, Outside) else None, operation.arguments
-            )
-        given = {index: self._outside[index] for index in outside}
+            map_arguments(note, operation.arguments)
         if any(tensor._version != version for tensor, version in given.values()):
             return None
-        if any(place.version != self._writes[place.view.value] for place in places):
-            return None  # saved and changed afterwards: an error, for autograd to find
+        if any(place.writes != self._writes[place.view.value] for place in places):
+            return None  # saved and changed afterwards: an error when backward asks for it
         new = {tensor.untyped_storage()._cdata: tensor for tensor, _ in given.values()}
         cost = sum(_bytes(tensor) for address, tensor in new.items() if address not in self._kept)
         saved = {place.view.value: _bytes(place.tensor) for place in places if place.tensor is not None}

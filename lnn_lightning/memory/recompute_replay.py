@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from lnn_lightning.memory.saving import Kept
+from lnn_lightning.memory.saving import Kept, version_of
 
 
 class View:
@@ -40,6 +40,18 @@ class Outside:
 
 @dataclass
 class Operation:
+    """An operation within the core.
+
+    Attributes:
+        func: the operator.
+        arguments: its ``(args, kwargs)``, with :class:`View` and :class:`Outside` for tensors.
+        reads: values that it reads.
+        writes: values that it changes in place.
+        made: values that its results are; None for one that it was given.
+        core: number of the core it belongs to.
+        random: puts the generator into the state it drew from.
+    """
+
     func: Any
     arguments: Any
     reads: set[int]
@@ -52,11 +64,11 @@ class Operation:
 class Place:
     """Stands in a node of the graph for a tensor it saved; decides at the end of the block what it keeps."""
 
-    __slots__ = ("__weakref__", "kept", "replay", "tensor", "version", "view")
+    __slots__ = ("__weakref__", "kept", "replay", "tensor", "version", "view", "writes")
 
-    def __init__(self, tensor: Tensor, view: View, version: int) -> None:
+    def __init__(self, tensor: Tensor, view: View, writes: int) -> None:
         self.tensor: Tensor | None = tensor
-        self.view, self.version = view, version
+        self.view, self.writes, self.version = view, writes, version_of(tensor)
         self.kept: Kept | None = None
         self.replay: Replay | None = None
 
@@ -108,6 +120,7 @@ class Replay:
 
 
 def unpack(place: Any) -> Tensor:
+    """What autograd asks for."""
     if isinstance(place, Kept):
         return place.get()
     if place.replay is not None:
@@ -129,6 +142,7 @@ def map_arguments(function: Callable[[Any], Any], arguments: Any) -> Any:
 
 
 def results_of(out: Any) -> list[Tensor]:
+    """The tensors among the results of an operator."""
     return [leaf for leaf in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(leaf, Tensor)]
 
 

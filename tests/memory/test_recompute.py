@@ -188,6 +188,20 @@ def test_changes_that_cannot_be_run_again_are_kept() -> None:
     assert equal(outcome([Topped()], extension("selective", {"blocks.0"})), outcome([Topped()], None))
 
 
+def test_saved_scores_that_are_changed_are_an_error() -> None:
+    """As they are without recomputation."""
+
+    class Changed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            weights = torch.softmax(x @ x.mT, -1)
+            weights *= 2
+            return weights @ x
+
+    for made in (None, extension("selective", {"blocks.0"})):
+        with pytest.raises(RuntimeError, match="modified by an in"):
+            outcome([Changed()], made)
+
+
 def test_products_without_a_softmax_are_no_core() -> None:
     """Linear attention; and a fused kernel, which keeps no scores."""
 
