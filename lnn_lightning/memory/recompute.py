@@ -21,6 +21,7 @@ from lnn_lightning.memory.recompute_blocks import Segment
 from lnn_lightning.memory.recompute_core import CoreWatch
 from lnn_lightning.parallel.errors import LayoutError
 from lnn_lightning.parallel.step.extension import Body, StepExtension, UnitRun
+from lnn_lightning.parallel.step.shapes import own_object
 from lnn_lightning.parallel.step.trace import Call
 from lnn_lightning.parallel.step.tree import tree_leaves
 from lnn_lightning.parallel.step.units import Units
@@ -68,12 +69,13 @@ def recompute_extension(
         return None
     blocks = recomputed_blocks(root, units)
     own = {stage: [name for name in blocks if name in names] for stage, names in stages.items()}
+    expected = not blocks or any(own.values())  # a stage may hold an embedding or a head alone
     if value == "selective":
-        return CoreRecomputation({name for names in own.values() for name in names})
+        return CoreRecomputation({name for names in own.values() for name in names}, expected)
     every = value if isinstance(value, int) else 1
     chosen = {name for names in own.values() for name in names[::every]}
     lengths = {stage: len(names) for stage, names in own.items()} if value == "auto" and not sharded else {}
-    return BlockRecomputation(chosen, lengths)
+    return BlockRecomputation(chosen, lengths, expected)
 
 
 def segment_length(blocks: int, given: int, within: int) -> int:
@@ -93,10 +95,16 @@ def segment_length(blocks: int, given: int, within: int) -> int:
 
 
 class _Recomputation(StepExtension):
-    """Applies to the blocks of training steps that the user does not recompute already."""
+    """Applies to the blocks of training steps that the user does not recompute already.
 
-    def __init__(self, blocks: set[str]) -> None:
-        self._blocks, self._training, self._used, self._told = blocks, False, False, set[str]()
+    Args:
+        blocks: names of the blocks.
+        expected: there should be some here.
+    """
+
+    def __init__(self, blocks: set[str], expected: bool) -> None:
+        self._blocks, self._expected = blocks, expected
+        self._training, self._used, self._told = False, False, set[str]()
 
     @override
     def begin(self, parts: int, training: bool) -> None:
@@ -104,8 +112,8 @@ class _Recomputation(StepExtension):
 
     @override
     def finish(self) -> None:
-        if self._training and not self._used:
-            self._tell(self._unused())
+        if self._training and not self._used and self._expected:
+            self._tell("unused", self._unused())
         self._training = False
 
     def _applies(self, run: UnitRun) -> bool:
@@ -114,16 +122,18 @@ class _Recomputation(StepExtension):
             return False
         if call.region is not None or call.checkpoints:
             self._tell(
+                "twice",
                 f"The model recomputes {call.unit!r} itself (`torch.utils.checkpoint`, or `gradient_checkpointing`): "
-                "`recompute` leaves such blocks alone."
+                "`recompute` leaves such blocks alone.",
             )
             self._used = True
             return False
         return True
 
-    def _tell(self, text: str) -> None:
-        if text.split("'")[0] not in self._told:
-            self._told.add(text.split("'")[0])
+    def _tell(self, what: str, text: str) -> None:
+        """Says something once."""
+        if what not in self._told:
+            self._told.add(what)
             log.warning(text)
 
     def _unused(self) -> str:
@@ -139,13 +149,14 @@ class BlockRecomputation(_Recomputation):
     Args:
         blocks: names of the blocks.
         lengths: stage -> number of its blocks, where checkpoints may lie more than one block apart.
+        expected: there should be some here.
     """
 
     may_split = False
     """The two parts would both need what is recomputed, and recompute it each."""
 
-    def __init__(self, blocks: set[str], lengths: Mapping[int, int]) -> None:
-        super().__init__(blocks)
+    def __init__(self, blocks: set[str], lengths: Mapping[int, int], expected: bool = True) -> None:
+        super().__init__(blocks, expected)
         self._lengths = lengths
         self._open: Segment | None = None
 
@@ -165,16 +176,28 @@ class BlockRecomputation(_Recomputation):
             return body(*args, **kwargs)
         if run.call.in_place:
             self._tell(
+                "in place",
                 f"{run.call.unit!r} changes a tensor that it is given in place: `recompute` leaves it alone, it would "
-                "not find it as it was."
+                "not find it as it was.",
             )
             self._open = None
             return body(*args, **kwargs)
         self._used = True
+        self._mention_caches(run, args, kwargs)
         length = segment_length(self._lengths.get(run.stage, 1), run.call.given_bytes, run.call.saved_bytes)
         if self._open is None or len(self._open) >= length or not self._open.continues(args, kwargs):
             self._open = Segment()
         return self._open.run(run, body, args, kwargs)
+
+    def _mention_caches(self, run: UnitRun, args: Any, kwargs: Any) -> None:
+        for leaf in tree_leaves((args, kwargs)) if "caches" not in self._told else ():
+            if not isinstance(leaf, Tensor) and _holds_tensors(leaf):
+                self._tell(
+                    "caches",
+                    f"{run.call.unit!r} is given a {type(leaf).__name__} that holds values of other blocks: they stay "
+                    "in memory for the recomputation. If it is a cache of keys and values, switch it off for training "
+                    "(`use_cache=False`).",
+                )
 
 
 class CoreRecomputation(_Recomputation):
@@ -182,10 +205,11 @@ class CoreRecomputation(_Recomputation):
 
     Args:
         blocks: names of the blocks.
+        expected: there should be some here.
     """
 
-    def __init__(self, blocks: set[str]) -> None:
-        super().__init__(blocks)
+    def __init__(self, blocks: set[str], expected: bool = True) -> None:
+        super().__init__(blocks, expected)
         self._without: dict[int, Call] = {}
 
     @override
@@ -208,6 +232,17 @@ class CoreRecomputation(_Recomputation):
             "between them) in the blocks: the fused kernels of `scaled_dot_product_attention` keep none. Use 'full', "
             "'auto' or every n-th block to keep less."
         )
+
+
+def _holds_tensors(value: Any) -> bool:
+    held: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        held.append(tensor)
+        return tensor
+
+    own_object(value, note)
+    return bool(held)
 
 
 def _needs_graph(unit: nn.Module, args: Any, kwargs: Any) -> bool:

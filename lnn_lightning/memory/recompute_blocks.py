@@ -99,8 +99,10 @@ class Segment:
         return keep(leaf) if (place := self._leaf_of(leaf)) is None else _Output(place)
 
     def _leaf_of(self, value: Any) -> int | None:
-        found = (index for index, (last, version) in self._last.items() if last() is value and value._version == version)
-        return next(found, None) if isinstance(value, Tensor) else None
+        if not isinstance(value, Tensor):
+            return None
+        found = (i for i, (last, version) in self._last.items() if last() is value and value._version == version)
+        return next(found, None)
 
     def _pack(self, tensor: Tensor) -> _Place:
         place = _Place(self, tensor)

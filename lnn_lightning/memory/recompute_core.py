@@ -15,11 +15,11 @@ dropout on the CPU, is found like one written by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -27,9 +27,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lnn_lightning.memory.recompute_replay import (
+    Operation,
+    Outside,
+    Place,
+    Replay,
+    View,
+    device_random_as_now,
+    map_arguments,
+    results_of,
+    unpack,
+)
 from lnn_lightning.memory.saving import Hooks, Kept, hooks_around
 from lnn_lightning.parallel.step.randomness import is_random
-from lnn_lightning.parallel.step.tree import tree_map
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.bmm, _aten.baddbmm}
@@ -59,67 +69,27 @@ _CHEAP = _SOFTMAX | {
     _aten.triu_,
 }
 """What may lie between the products, besides elementwise operations and views."""
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-class _View:
-    """A tensor within the core: a memory by its number, and how it is looked at."""
-
-    __slots__ = ("offset", "size", "stride", "value")
-
-    def __init__(self, tensor: Tensor, value: int) -> None:
-        self.value, self.offset = value, tensor.storage_offset()
-        self.size, self.stride = tuple(tensor.shape), tensor.stride()
-
-    def of(self, memory: Tensor) -> Tensor:
-        """The same view of another memory."""
-        if (tuple(memory.shape), memory.stride(), memory.storage_offset()) == (self.size, self.stride, self.offset):
-            return memory
-        return memory.as_strided(self.size, self.stride, self.offset)
-
-
-class _Outside:
-    """A tensor that the core is given, by its number."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-@dataclass
-class _Operation:
-    func: Any
-    arguments: Any
-    reads: set[int]
-    writes: set[int]
-    made: list[int | None]
-    core: int
-    random: Callable[[], None] | None = None
 
 
 @dataclass
 class _Core:
-    """What belongs together: a product and what derives from it."""
+    """What belongs together: a product and what derives from it.
+
+    Attributes:
+        softmax: there is one.
+        ends: another product follows on it.
+        spoiled: something that cannot be run again has changed a value of it.
+    """
 
     softmax: bool = False
     ends: bool = False
-
-
-class _Place:
-    """Stands in a node of the graph for a tensor it saved; decides at the end of the block what it keeps."""
-
-    __slots__ = ("__weakref__", "kept", "replay", "tensor", "version", "view")
-
-    def __init__(self, tensor: Tensor, view: _View, version: int) -> None:
-        self.tensor: Tensor | None = tensor
-        self.view, self.version = view, version
-        self.kept: Kept | None = None
-        self.replay: _Replay | None = None
+    spoiled: bool = False
 
 
 class CoreWatch(TorchDispatchMode):
     """Follows a block's operations and what autograd saves of them."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,15 +99,15 @@ class CoreWatch(TorchDispatchMode):
         self._core_of: list[int] = []
         self._writes: list[int] = []
         self._cores: list[_Core] = []
-        self._operations: list[_Operation] = []
+        self._operations: list[Operation] = []
         self._outside: list[tuple[Tensor, int]] = []
-        self._places: list[ref[_Place]] = []
+        self._places: list[ref[Place]] = []
         self._kept: set[int] = set()
 
     @contextmanager
     def following(self) -> Iterator[None]:
         """Around the block."""
-        with saved_tensors_hooks(self._pack, _unpack), self:
+        with saved_tensors_hooks(self._pack, unpack), self:
             yield
         self._decide()
 
@@ -150,20 +120,25 @@ class CoreWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in _tensors(args, kwargs) if type(leaf) in _PLAIN]
+        packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else None
+        if not self._numbers and packet not in _PRODUCTS:
+            return func(*args, **kwargs)
+        given = [leaf for leaf in _tensors(args, kwargs) if _is_plain(leaf)]
         inside = {number for leaf in given if (number := self._number(leaf)) is not None}
-        packet = func.overloadpacket
         if packet in _PRODUCTS:
             out = func(*args, **kwargs)
-            for number in inside:
-                core = self._cores[self._core_of[number]]
-                core.ends |= core.softmax
+            for each in (self._cores[self._core_of[number]] for number in inside):
+                each.ends |= each.softmax
             self._cores.append(_Core())
             self._note(func, args, kwargs, given, out, len(self._cores) - 1, None)
             return out
-        if not inside or not _is_cheap(func) or kwargs.get("generator") is not None:
+        if not inside:
             return func(*args, **kwargs)
-        random = _random_as_now(given[0].device) if is_random(func) else None
+        if packet is None or not _is_cheap(func) or kwargs.get("generator") is not None:
+            if packet is None or func._schema.is_mutable:
+                self._spoil(inside)
+            return func(*args, **kwargs)
+        random = device_random_as_now(_device_of(given)) if is_random(func) else None
         out = func(*args, **kwargs)
         core = self._joined({self._core_of[number] for number in inside})
         self._cores[core].softmax |= packet in _SOFTMAX
@@ -173,6 +148,10 @@ class CoreWatch(TorchDispatchMode):
     def _number(self, tensor: Tensor) -> int | None:
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
+    def _spoil(self, numbers: set[int]) -> None:
+        for number in numbers:
+            self._cores[self._core_of[number]].spoiled = True
+
     def _joined(self, cores: set[int]) -> int:
         first, *others = sorted(cores)
         for other in others:
@@ -181,30 +160,30 @@ class CoreWatch(TorchDispatchMode):
                 operation.core = first if operation.core == other else operation.core
             self._cores[first].softmax |= self._cores[other].softmax
             self._cores[first].ends |= self._cores[other].ends
+            self._cores[first].spoiled |= self._cores[other].spoiled
             self._cores[other] = _Core()
         return first
 
-    def _note(
-        self, func: Any, args: Any, kwargs: Any, given: list[Tensor], out: Any, core: int, random: Any
-    ) -> None:
-        results = [leaf for leaf in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(leaf, Tensor)]
+    def _note(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], out: Any, core: int, random: Any) -> None:
+        results = results_of(out)
         addresses = {leaf.untyped_storage()._cdata for leaf in given}
         shared = [leaf for leaf in results if leaf.untyped_storage()._cdata in addresses]
         writes: set[int] = set()
         if func._schema.is_mutable:
             written = [self._number(leaf) for leaf in shared]
-            if not written or None in written:
-                return  # it writes into something of the block's own
             writes = {number for number in written if number is not None}
+            if not written or None in written:
+                self._spoil(writes)
+                return  # it writes into something of the block's own
             for number in writes:
                 self._writes[number] += 1
         elif shared:
             return  # a view, which needs no operation
         product = func.overloadpacket in _PRODUCTS
         reads: set[int] = set()
-        arguments = tree_map(lambda leaf: self._argument(leaf, product, reads), (args, kwargs))
+        arguments = map_arguments(lambda leaf: self._argument(leaf, product, reads), (args, kwargs))
         made = [None if writes else self._new(leaf, core) for leaf in results]
-        self._operations.append(_Operation(func, arguments, reads, writes, made, core, random))
+        self._operations.append(Operation(func, arguments, reads, writes, made, core, random))
 
     def _argument(self, leaf: Any, product: bool, reads: set[int]) -> Any:
         if not isinstance(leaf, Tensor):
@@ -212,9 +191,9 @@ class CoreWatch(TorchDispatchMode):
         number = None if product else self._number(leaf)
         if number is None:
             self._outside.append((leaf, leaf._version))
-            return _Outside(len(self._outside) - 1)
+            return Outside(len(self._outside) - 1)
         reads.add(number)
-        return _View(leaf, number)
+        return View(leaf, number)
 
     def _new(self, tensor: Tensor, core: int) -> int:
         number = len(self._core_of)
@@ -227,14 +206,15 @@ class CoreWatch(TorchDispatchMode):
     # ---------------------------------------------------------------- what autograd saves
 
     def _pack(self, tensor: Tensor) -> Any:
-        number = self._number(tensor) if type(tensor) in _PLAIN else None
-        if number is None:
-            if type(tensor) in _PLAIN:
+        with torch._C.DisableTorchFunctionSubclass():  # parts of tensor ranks show the shape of the whole
+            number = self._number(tensor) if _is_plain(tensor) else None
+            if number is not None:
+                place = Place(tensor, View(tensor, number), self._writes[number])
+                self._places.append(ref(place))
+                return place
+            if _is_plain(tensor):
                 self._kept.add(tensor.untyped_storage()._cdata)
-            return Kept(tensor, self._hooks)
-        place = _Place(tensor, _View(tensor, number), self._writes[number])
-        self._places.append(ref(place))
-        return place
+        return Kept(tensor, self._hooks)
 
     def _decide(self) -> None:
         """At the end of the block: which cores are computed again."""
@@ -245,94 +225,41 @@ class CoreWatch(TorchDispatchMode):
             for place in own:
                 if replay is None:
                     assert place.tensor is not None
-                    place.kept = Kept(place.tensor, self._hooks)
+                    place.kept = Kept(place.tensor, self._hooks, place.version)
                 else:
                     place.replay = replay
                     replay.places.append(ref(place))
                 place.tensor = None
-        for entries in (self._operations, self._outside, self._places, self._storages):
-            entries.clear()  # type: ignore[attr-defined]
-        self._numbers.clear()
+        self._operations, self._outside, self._places, self._storages, self._numbers = [], [], [], [], {}
 
-    def _replay_of(self, core: int, places: list[_Place]) -> _Replay | None:
+    def _replay_of(self, core: int, places: list[Place]) -> Replay | None:
         """How a core is computed again; None if that would keep more than it saves, or not give the same."""
         needed = {place.view.value for place in places}
-        operations: list[_Operation] = []
+        operations: list[Operation] = []
         for operation in reversed(self._operations):
             if operation.core == core and ({*operation.made} | operation.writes) & needed:
                 needed |= operation.reads
                 operations.insert(0, operation)
-        outside: set[int] = set()
+        given: dict[int, tuple[Tensor, int]] = {}
+
+        def note(leaf: Any) -> None:
+            if isinstance(leaf, Outside):
+                given[leaf.index] = self._outside[leaf.index]
+
         for operation in operations:
-            tree_map(lambda leaf: outside.add(leaf.index) if isinstance(leaf, _Outside) else None, operation.arguments)
-        given = {index: self._outside[index] for index in outside}
+            map_arguments(note, operation.arguments)
         if any(tensor._version != version for tensor, version in given.values()):
             return None
-        if any(place.version != self._writes[place.view.value] for place in places):
-            return None  # saved and changed afterwards: an error, for autograd to find
+        if any(place.writes != self._writes[place.view.value] for place in places):
+            return None  # saved and changed afterwards: an error when backward asks for it
         new = {tensor.untyped_storage()._cdata: tensor for tensor, _ in given.values()}
         cost = sum(_bytes(tensor) for address, tensor in new.items() if address not in self._kept)
         saved = {place.view.value: _bytes(place.tensor) for place in places if place.tensor is not None}
-        if cost >= sum(saved.values()):
+        if self._cores[core].spoiled or cost >= sum(saved.values()):
             return None
         kept = {index: Kept(tensor, self._hooks) for index, (tensor, _) in given.items()}
         self._kept |= new.keys()
-        return _Replay(operations, kept)
-
-
-@dataclass
-class _Replay:
-    """A core's operations, to be run again."""
-
-    operations: list[_Operation]
-    outside: dict[int, Kept]
-    places: list[ref[_Place]] = field(default_factory=list)
-    values: WeakKeyDictionary[_Place, Tensor] = field(default_factory=WeakKeyDictionary)
-
-    def take(self, place: _Place) -> Tensor:
-        """The tensor that belongs to a place; what is not asked for again is not held any longer."""
-        if place not in self.values:
-            self._run()
-        return self.values.pop(place)
-
-    def _run(self) -> None:
-        places = [place for one in self.places if (place := one()) is not None]
-        outside = {index: kept.get() for index, kept in self.outside.items()}
-        device = next(iter(outside.values())).device
-        last = {number: index for index, one in enumerate(self.operations) for number in one.reads | one.writes}
-        needed = {place.view.value for place in places}
-        memory: dict[int, Tensor] = {}
-        draws = any(one.random is not None for one in self.operations)
-        put_back = _random_as_now(device) if draws else None
-
-        def argument(leaf: Any) -> Any:
-            if isinstance(leaf, _Outside):
-                return outside[leaf.index]
-            return leaf.of(memory[leaf.value]) if isinstance(leaf, _View) else leaf
-
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            for index, operation in enumerate(self.operations):
-                if operation.random is not None:
-                    operation.random()
-                args, kwargs = tree_map(argument, operation.arguments)
-                out = operation.func(*args, **kwargs)
-                results = [leaf for leaf in (out if isinstance(out, (tuple, list)) else (out,))]
-                made = [leaf for leaf in results if isinstance(leaf, Tensor)]
-                memory |= {number: leaf for number, leaf in zip(operation.made, made, strict=True) if number is not None}
-                for number in [number for number in memory if last.get(number, -1) <= index and number not in needed]:
-                    del memory[number]
-        if put_back is not None:
-            put_back()
-        for place in places:
-            self.values[place] = place.view.of(memory[place.view.value])
-
-
-def _unpack(place: Any) -> Tensor:
-    if isinstance(place, Kept):
-        return place.get()
-    if place.replay is not None:
-        return place.replay.take(place)
-    return place.tensor if place.kept is None else place.kept.get()  # a derivative taken within the block itself
+        return Replay(operations, kept, places[0].tensor.device)  # type: ignore[union-attr]
 
 
 def _is_cheap(func: Any) -> bool:
@@ -341,6 +268,16 @@ def _is_cheap(func: Any) -> bool:
 
 def _is_view(func: Any) -> bool:
     return any(result.alias_info is not None for result in func._schema.returns) and not func._schema.is_mutable
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether an operation on it is one on its own memory."""
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def _device_of(tensors: list[Tensor]) -> torch.device:
+    """Where an operation on them runs: not on the CPU for a single number that lies there."""
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
@@ -353,13 +290,3 @@ def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
-
-
-def _random_as_now(device: torch.device) -> Callable[[], None]:
-    """Makes a function that puts the device's generator into the state of now."""
-    if device.type == "cpu":
-        state = torch.get_rng_state()
-        return lambda: torch.set_rng_state(state)
-    module = torch.get_device_module(device.type)
-    state = module.get_rng_state(device)
-    return lambda: module.set_rng_state(state, device)

@@ -18,7 +18,8 @@ def _as_it_is(value: Any) -> Any:
 
 def hooks_around() -> Hooks:
     """The saved-tensor hooks that are in force here; they see whatever is kept with them."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) or (_as_it_is, _as_it_is)
+    around: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return (_as_it_is, _as_it_is) if around is None else around
 
 
 class Kept:
@@ -27,14 +28,16 @@ class Kept:
     Args:
         tensor: it; must not be changed in place until it is taken out.
         hooks: what packs and unpacks it.
+        version: its version when it was saved, if that was not now.
     """
 
-    __slots__ = ("_packed", "_unpack", "_version")
+    __slots__ = ("_packed", "_saved", "_unpack", "_version")
 
-    def __init__(self, tensor: Tensor, hooks: Hooks) -> None:
+    def __init__(self, tensor: Tensor, hooks: Hooks, version: int | None = None) -> None:
+        self._version = version_of(tensor)
+        self._saved = self._version if version is None else version
         pack, self._unpack = hooks
         self._packed = pack(tensor)
-        self._version = tensor._version if self._packed is tensor and not tensor.is_inference() else None
 
     def get(self) -> Tensor:
         """The tensor.
@@ -42,10 +45,15 @@ class Kept:
         Raises:
             RuntimeError: it was changed in place.
         """
-        if self._version is not None and self._packed._version != self._version:
+        now = version_of(self._packed) if self._unpack is _as_it_is else self._version
+        if now != self._saved:
             raise RuntimeError(
-                "One of the variables needed for gradient computation has been modified by an in-place operation: "
-                f"a tensor of shape {tuple(self._packed.shape)} is at version {self._packed._version}; version "
-                f"{self._version} was saved. Write `x = x + y` for `x += y` there."
+                "One of the variables needed for gradient computation has been modified by an in-place operation: it "
+                f"is at version {now}; version {self._saved} was saved. Write `x = x + y` for `x += y` there."
             )
         return self._unpack(self._packed)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Counts the changes of a tensor in place."""
+    return 0 if tensor.is_inference() else tensor._version

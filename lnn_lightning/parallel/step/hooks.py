@@ -20,7 +20,7 @@ _kept: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
 
 def keep_inside(unit: nn.Module, hooks: Iterable[int]) -> None:
-    """These hooks around the forward (by id) belong to the computation of the unit (sharding): they run with it alone."""
+    """These forward hooks and pre-hooks (by id) belong to the unit's computation (sharding): they run with it alone."""
     _kept[unit] = _kept.get(unit, frozenset()) | frozenset(hooks)
 
 
