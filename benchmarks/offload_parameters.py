@@ -21,9 +21,9 @@ MIB = 2**20
 WAYS: dict[str, tuple[str, ...]] = {
     "in memory": (),
     "activations": ("activations",),
-    "parameters": ("parameters",),
-    "parameters, gradients": ("parameters", "gradients"),
-    "all": ("parameters", "gradients", "activations"),
+    "parameters": ("optimizer", "parameters"),
+    "parameters, gradients": ("optimizer", "parameters", "gradients"),
+    "all": ("optimizer", "parameters", "gradients", "activations"),
 }
 
 

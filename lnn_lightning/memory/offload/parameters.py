@@ -91,7 +91,7 @@ class ParameterPages(StepExtension):
         self._use(index, -1 if self._backward else 1)
         out = body(*args, **kwargs)
         if self._training and not self._backward:
-            leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
             if leaves:
                 torch.autograd.graph.register_multi_grad_hook(leaves, partial(self._gradient, index), mode="any")
         return out
