@@ -105,7 +105,8 @@ def fit(offload: Offload | None, layout: dict[str, Any], steps: int, folder: str
     torch.manual_seed(1)
     tokens = torch.randint(50, (4 * BATCH, 12))
     module = Model()
-    loader = DataLoader(tokens, batch_size=BATCH // layout.get("data_parallel_size", 1))
+    share = layout.get("data_parallel_size", 1)  # an epoch has four batches, so that a run of two steps ends with it
+    loader = DataLoader(tokens[: 4 * BATCH // share], batch_size=BATCH // share)
     trainer.fit(module, loader, DataLoader(tokens[:BATCH], batch_size=BATCH), ckpt_path=resume)
     trainer.save_checkpoint(folder)
     kept = [e for e in strategy.engine.extensions if isinstance(e, ParameterPages | GradientPages | ActivationKeeper)]
@@ -128,10 +129,10 @@ def compare(rank: int, world_size: int, layout: dict[str, Any], what: tuple[str,
     fit(offload, layout, 2, f"{folder}/half")
     resumed = fit(offload, layout, STEPS, f"{folder}/resumed", f"{folder}/half")
     elsewhere = fit(None, layout, STEPS, f"{folder}/elsewhere", f"{folder}/half")
-    for other in (moved, resumed, elsewhere):
+    for which, other in {"moved": moved, "resumed": resumed, "elsewhere": elsewhere}.items():
         for name, value in plain[0].items():
-            assert torch.equal(value, other[0][name]), name
-        assert torch.equal(plain[2], other[2])
+            assert torch.equal(value, other[0][name]), f"{which}: {name}"
+        assert torch.equal(plain[2], other[2]), which
     assert all(torch.equal(one, two) for one, two in zip(plain[1], moved[1], strict=True))
 
 
