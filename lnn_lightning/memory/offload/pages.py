@@ -128,7 +128,8 @@ class PageFile:
 
     def pages(self, tensors: Iterable[Tensor]) -> list[Pages]:
         """Where those of the tensors lie that begin in this file."""
-        return [self._pages[where] for tensor in tensors if (where := tensor.data_ptr()) in self._pages]
+        plain = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.device.type == "cpu"]
+        return [self._pages[where] for tensor in plain if (where := tensor.data_ptr()) in self._pages]
 
     def fetch(self, pages: Iterable[Pages]) -> Future[None]:
         """Reads pages that are not in memory; the future raises an :class:`OffloadError` if the disk fails."""
