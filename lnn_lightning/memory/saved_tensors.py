@@ -178,7 +178,7 @@ class SavedTensors(StepExtension):
         skipped: tells tensors whose memory is in use anyway, besides those.
         encoders: how to pack; the first one that takes a tensor has it.
         keeper: where what is packed stays; None: where it is.
-        smallest: tensors of fewer bytes are left as they are.
+        smallest: tensors of fewer bytes are left as they are; None: of fewer than :data:`SMALLEST`.
     """
 
     def __init__(
@@ -186,9 +186,10 @@ class SavedTensors(StepExtension):
         skipped: Callable[[Tensor], bool] = lambda tensor: False,
         encoders: Sequence[Encoder] = (),
         keeper: Keeper | None = None,
-        smallest: int = SMALLEST,
+        smallest: int | None = None,
     ) -> None:
-        self._skipped, self._encoders, self._keeper, self._smallest = skipped, encoders, keeper, smallest
+        self._skipped, self._encoders, self._keeper = skipped, encoders, keeper
+        self.smallest = SMALLEST if smallest is None else smallest
         self._kept: WeakValueDictionary[tuple[Any, ...], Kept] = WeakValueDictionary()
         self._microbatch: Microbatch = (0, 0)
         self._hooks = (self._pack, self._unpack)
@@ -271,7 +272,7 @@ class SavedTensors(StepExtension):
             or tensor.is_meta
             or tensor.is_conj()
             or tensor.is_neg()
-            or tensor.numel() * tensor.element_size() < self._smallest
+            or tensor.numel() * tensor.element_size() < self.smallest
             or _is_parameter(tensor)
             or self._skipped(tensor)
             or is_traceable_wrapper_subclass(tensor)

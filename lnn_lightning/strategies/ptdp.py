@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
+from lnn_lightning.memory.gist import Gist
 from lnn_lightning.parallel.data.settings import ZeroSettings
 from lnn_lightning.parallel.data.shards import is_sharded
 from lnn_lightning.parallel.errors import LayoutError, StepError
@@ -89,6 +90,8 @@ class PTDPStrategy(MemoryHooks, DataHooks):
             too; 3: parameters too (Rajbhandari et al. 2020, arXiv 1910.02054).
         reshard_between_microbatches: (``zero_stage=3``) free whole parameters behind the forward of every micro-batch;
             otherwise a step of several micro-batches gathers them once.
+        activation_compression: :class:`lnn_lightning.Gist`: keep activations in fewer bytes between forward and
+            backward.
         evaluation_microbatches: the same as ``microbatches`` for validation, test and prediction. One gives exactly the
             results of one process.
         async_save: let training go on while a checkpoint is written, from a copy in host memory. The next save and the
@@ -121,7 +124,7 @@ class PTDPStrategy(MemoryHooks, DataHooks):
         zero_stage: int = 0,
         reshard_between_microbatches: bool = False,
         recompute: Any = None,
-        activation_compression: Any = None,
+        activation_compression: Gist | None = None,
         offload: Any = None,
         evaluation_microbatches: int = 1,
         async_save: bool = False,
@@ -164,6 +167,8 @@ class PTDPStrategy(MemoryHooks, DataHooks):
             sequence_parallel,
             None if tensor_parallel_plan == "auto" else tensor_parallel_plan,
         )
+        if activation_compression is not None and not isinstance(activation_compression, Gist):
+            raise LayoutError(f"`activation_compression` must be None or Gist(...), got {activation_compression!r}.")
         self._recompute = recompute
         self._activation_compression = activation_compression
         self._offload = offload

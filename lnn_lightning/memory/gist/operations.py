@@ -22,7 +22,7 @@ from lnn_lightning.memory.gist.precision import PrecisionEncoder
 from lnn_lightning.memory.gist.rebuild import RECIPES, Rebuilding
 from lnn_lightning.memory.gist.settings import Gist
 from lnn_lightning.memory.report import Report
-from lnn_lightning.memory.saved_tensors import SMALLEST, Encoder, SavedTensors
+from lnn_lightning.memory.saved_tensors import Encoder, SavedTensors
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.extension import StepExtension
 
@@ -142,7 +142,7 @@ class _Operations(TorchFunctionMode):
         def pack(tensor: Tensor) -> Any:
             node = tensor.grad_fn
             bytes_of = tensor.numel() * tensor.element_size()
-            if made or node is None or node.name() != "ReluBackward0" or bytes_of < SMALLEST:
+            if made or node is None or node.name() != "ReluBackward0" or bytes_of < self._saved.smallest:
                 return None
             if tensor.untyped_storage().nbytes() != bytes_of:
                 return None
