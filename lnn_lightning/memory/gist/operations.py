@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
@@ -19,7 +20,7 @@ from typing_extensions import override
 from lnn_lightning.memory.gist.masks import BooleanEncoder, ReluMask
 from lnn_lightning.memory.gist.pools import Windows, max_pool_packer, mean_pool_packer
 from lnn_lightning.memory.gist.precision import PrecisionEncoder
-from lnn_lightning.memory.gist.rebuild import RECIPES, Rebuilding
+from lnn_lightning.memory.gist.rebuild import ELEMENTWISE, RECIPES, Rebuilding
 from lnn_lightning.memory.gist.settings import Gist
 from lnn_lightning.memory.report import Report
 from lnn_lightning.memory.saved_tensors import Encoder, SavedTensors
@@ -31,6 +32,7 @@ _MAX_POOLS = {F.max_pool2d, torch.max_pool2d}
 _MEAN_POOLS = {F.avg_pool2d, F.adaptive_avg_pool2d}
 _SAVES_INPUT = {F.conv1d, F.conv2d, F.conv3d, F.linear, torch.matmul, Tensor.matmul}
 _CHANGES_NOTHING = {Tensor.size, Tensor.dim, Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten}
+_PLAIN = {Tensor, nn.Parameter, nn.Buffer}
 _TORCHS_OWN = ("torch.utils.checkpoint", "torch._")
 """Modules whose saved-tensor hooks may come and go inside the step."""
 
@@ -98,11 +100,11 @@ class _Operations(TorchFunctionMode):
         mask = self._mask
         if mask is not None and func not in _CHANGES_NOTHING and getattr(func, "__name__", "") != "__get__":
             if func in _SAVES_INPUT:
-                result = self._run(func, args, kwargs)
+                result = self._run(func, types, args, kwargs)
                 self.settle()
                 return result
             self.settle()
-        return self._run(func, args, kwargs)
+        return self._run(func, types, args, kwargs)
 
     def settle(self) -> None:
         """The output of the last ReLU is not held any more."""
@@ -110,18 +112,20 @@ class _Operations(TorchFunctionMode):
         if mask is not None:
             mask.settle()
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if not self._saved.active():
             _refuse_hooks()
             return func(*args, **kwargs)
         value = args[0] if args else kwargs.get("input")
-        if not isinstance(value, Tensor) or not value.requires_grad and func not in RECIPES:
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return func(*args, **kwargs)
+        if func in _RELUS and self._settings.binarize:
+            return self._relu(func, args, kwargs)
+        if not _PLAIN.issuperset(types) and func not in ELEMENTWISE:
+            return func(*args, **kwargs)  # a subclass, as of tensor parallelism, may do anything else
         if self._settings.binarize:
-            if func in _RELUS:
-                return self._relu(func, args, kwargs)
             if func in _MAX_POOLS and (windows := _windows(value, *args[1:], **kwargs)) is not None:
                 with self._saved.packing(max_pool_packer(self._saved, value, windows)):
                     return func(*args, **kwargs)

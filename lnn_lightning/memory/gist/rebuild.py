@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
@@ -107,9 +108,13 @@ class Rebuilding:
         versions: list[int],
         settings: dict[str, Any],
     ) -> None:
-        storage = result.untyped_storage()
-        if not result.requires_grad or storage.nbytes() != result.numel() * result.element_size():
+        if isinstance(result, FakeTensor) or not result.requires_grad:
             return
+        storage = result.untyped_storage()
+        if storage.nbytes() != result.numel() * result.element_size():
+            return
+        if len(operands) == 1 and operands[0].shape != result.shape:
+            return  # not what the operation makes of this tensor: of its whole, of which this is a part
         for place, each in enumerate(operands):
             if sources[place] is not None or not isinstance(each, Tensor):
                 sources[place] = sources[place] or each
@@ -204,3 +209,6 @@ RECIPES: dict[Any, Callable[..., Any]] = {
     Tensor.add_: _add,
 }
 """Operation -> makes of its arguments what :meth:`Rebuilding.run` needs."""
+
+ELEMENTWISE = {each for each, again in RECIPES.items() if again in (_relu, _silu, _gelu)}
+"""Operations that do to a part of a tensor what they do to the whole."""
