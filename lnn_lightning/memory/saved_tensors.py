@@ -33,6 +33,8 @@ Pack = Callable[[Tensor], Any]
 SMALLEST = 1024
 """Tensors of fewer bytes are left as they are."""
 AS_IT_IS = "as it is"
+_SAME_VALUES = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "PermuteBackward0"}
+"""Operations between a parameter and what autocast and matrix products save of it."""
 
 
 class Keeper(Protocol):
@@ -62,7 +64,7 @@ class Encoded:
     @property
     def nbytes(self) -> int:
         """Bytes that are kept."""
-        return sum(each.untyped_storage().nbytes() for each in self.tensors)
+        return sum(each.numel() * each.element_size() for each in self.tensors)
 
 
 class Encoder(Protocol):
@@ -87,7 +89,7 @@ class Saved:
     Attributes:
         storage: identity of its memory.
         version: how often the memory was changed before.
-        whole: whether all of the memory is saved, not a copy of a part.
+        whole: whether it is all of the memory, not a part.
         requires_grad: whether it is part of the graph: an activation, neither data nor statistics.
     """
 
@@ -136,7 +138,7 @@ class Packed:
     Args:
         tensor: the saved tensor.
         kept: where its values are; None: they stay where they are.
-        at: shape, strides and offset of the tensor in the kept memory.
+        at: shape, strides and offset of the tensor in the kept memory; None: it is all of it.
     """
 
     def __init__(self, tensor: Tensor, kept: Kept | None, at: tuple[Any, Any, int] | None = None) -> None:
@@ -165,7 +167,10 @@ class Packed:
         if self.kept is None:
             return self.probe
         value = self.kept.get()
-        return value if self.at is None else value.as_strided(*self.at)
+        if self.at is None:
+            return value
+        shape, stride, offset = self.at
+        return value.as_strided(shape, stride, value.storage_offset() + offset)
 
 
 class SavedTensors(StepExtension):
@@ -252,17 +257,13 @@ class SavedTensors(StepExtension):
     def _hold(self, tensor: Tensor) -> Packed:
         if self._stays(tensor):
             return Packed(tensor, None)
-        size, whole = tensor.element_size(), tensor.untyped_storage().nbytes()
-        if whole % size == 0 and (2 * tensor.numel() * size > whole or self.find(tensor) is not None):
-            kept = self._keep(tensor, lambda: tensor.detach().as_strided((whole // size,), (1,), 0))
-            return Packed(tensor, kept, (tensor.shape, tensor.stride(), int(tensor.storage_offset())))
-        if not self._encoders and self._keeper is None:
-            return Packed(tensor, None)
-        # The rest of this memory may be free by the backward, so the part is stored by itself.
-        dense = torch.empty_like(tensor)
-        part = tensor.storage_offset(), tensor.shape, tensor.stride()
-        kept = self._keep(tensor, lambda: _flat(dense.copy_(tensor)), part)
-        return Packed(tensor, kept, (dense.shape, dense.stride(), 0))
+        size, storage = tensor.element_size(), tensor.untyped_storage()
+        start, length = int(tensor.storage_offset()), _extent(tensor)
+        whole = storage.nbytes() % size == 0 and (2 * length * size > storage.nbytes() or self.find(tensor) is not None)
+        if whole:
+            start, length = 0, storage.nbytes() // size
+        kept = self._keep(tensor, start, length, whole)
+        return Packed(tensor, kept, (tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start))
 
     def _stays(self, tensor: Tensor) -> bool:
         return (
@@ -278,14 +279,15 @@ class SavedTensors(StepExtension):
             or is_traceable_wrapper_subclass(tensor)
         )
 
-    def _keep(self, tensor: Tensor, elements: Callable[[], Tensor], part: tuple[Any, ...] = ()) -> Kept:
+    def _keep(self, tensor: Tensor, start: int, length: int, whole: bool) -> Kept:
+        """Keeps a stretch of a tensor's memory: all of it, or if the tensor takes up a small part only that."""
         storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor._version, tensor.dtype, *part)
+        key = (storage._cdata, tensor._version, tensor.dtype, *(() if whole else (start, length)))
         if (kept := self._kept.get(key)) is None:
-            values = elements()
-            encoded = self._encode(values, Saved(storage._cdata, tensor._version, not part, tensor.requires_grad))
+            values = tensor.detach().as_strided((length,), (1,), start)
+            encoded = self._encode(values, Saved(storage._cdata, tensor._version, whole, tensor.requires_grad))
             if self.report is not None:
-                before = values.numel() * values.element_size() if part else None
+                before = None if whole else length * values.element_size()
                 self.report.add(encoded.name, tensor, encoded.nbytes, before)
             kept = self._kept[key] = self._made(tensor, encoded)
         return kept
@@ -303,8 +305,11 @@ class SavedTensors(StepExtension):
         return Encoded(AS_IT_IS, [values])
 
 
-def _flat(dense: Tensor) -> Tensor:
-    return dense.as_strided((dense.numel(),), (1,))
+def _extent(tensor: Tensor) -> int:
+    """Elements from the first to the last of a tensor in its memory."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _is_parameter(tensor: Tensor) -> bool:
@@ -312,7 +317,7 @@ def _is_parameter(tensor: Tensor) -> bool:
     source = tensor._base if tensor._base is not None else tensor
     if isinstance(source, nn.Parameter) or (source.is_leaf and source.requires_grad):
         return True
-    node = source.grad_fn
-    if node is None or node.name() != "ToCopyBackward0":
-        return False
-    return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
+    node: Any = source.grad_fn
+    while node is not None and node.name() in _SAME_VALUES:
+        node = node.next_functions[0][0]
+    return isinstance(getattr(node, "variable", None), nn.Parameter)
