@@ -33,8 +33,8 @@ _MEAN_POOLS = {F.avg_pool2d, F.adaptive_avg_pool2d}
 _SAVES_INPUT = {F.conv1d, F.conv2d, F.conv3d, F.linear, torch.matmul, Tensor.matmul}
 _CHANGES_NOTHING = {Tensor.size, Tensor.dim, Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten}
 _PLAIN = {Tensor, nn.Parameter, nn.Buffer}
-_TORCHS_OWN = ("torch.utils.checkpoint", "torch._")
-"""Modules whose saved-tensor hooks may come and go inside the step."""
+_NOT_THE_USERS = ("torch.utils.checkpoint", "torch._", "lnn_lightning.")
+"""Modules whose saved-tensor hooks may come and go inside the step: what they see is recomputed, not kept."""
 
 
 class GistOperations(StepExtension):
@@ -188,7 +188,7 @@ def _refuse_hooks() -> None:
     if top is None:
         return
     origin = getattr(top[0], "__module__", None) or type(top[0]).__module__
-    if not origin.startswith(_TORCHS_OWN):
+    if not origin.startswith(_NOT_THE_USERS):
         name = getattr(top[0], "__qualname__", type(top[0]).__qualname__)
         raise StepError(
             f"The step enters `saved_tensors_hooks` of its own ({origin}.{name}): torch gives saved tensors to the "
