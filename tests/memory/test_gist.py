@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lnn_lightning import Gist
+from lnn_lightning import Gist, PTDPStrategy
 from lnn_lightning.memory.gist import GistOperations
 from lnn_lightning.memory.saved_tensors import SavedTensors
 from lnn_lightning.parallel.errors import LayoutError, StepError
@@ -99,6 +101,9 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu_of_many": _relu_used_by_many,
     "windows": lambda x: F.max_pool2d(torch.relu(x), (3, 5), (2, 1), (1, 2), (2, 1), ceil_mode=True),
     "overlapping": lambda x: torch.max_pool2d(x.relu(), 3, 1),
+    "by_name": lambda x: (
+        torch.max_pool2d(input=torch.relu(input=x), kernel_size=2) + torch.add(input=1.0, other=2.0 * x[..., ::2, ::2])
+    ),
     "largest_window": lambda x: F.max_pool2d(x, 16, 5, 8),
     "too_large_a_window": lambda x: F.max_pool2d(x, 17, 5, 8),
     "narrow": lambda x: F.max_pool2d(x[..., :2].relu(), 5, 1, 2),
@@ -160,6 +165,26 @@ def test_changes_in_place_are_noticed() -> None:
             loss.backward()
 
 
+class _Change(torch.autograd.Function):
+    """In place, where no function mode sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.add_(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def test_unseen_changes_are_noticed() -> None:
+    for settings in (None, Gist()):
+        loss, _ = run(settings, lambda: _Change.apply((torch.randn(64, requires_grad=True) * 1).relu()).sum())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_hooks_of_the_user_are_refused() -> None:
     def forward() -> Tensor:
         with torch.autograd.graph.save_on_cpu():
@@ -175,3 +200,15 @@ def test_hooks_of_the_user_are_refused() -> None:
 def test_settings_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(LayoutError, match="Gist"):
         Gist(**wrong)
+
+
+def test_from_yaml() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Strategy, "strategy")
+    given = {"class_path": "lnn_lightning.Gist", "init_args": {"dpr": "fp16"}}
+    parsed = parser.parse_object(
+        {"strategy": {"class_path": "lnn_lightning.PTDPStrategy", "init_args": {"activation_compression": given}}}
+    )
+    assert parser.instantiate_classes(parsed).strategy._activation_compression == Gist(dpr="fp16")
+    with pytest.raises(LayoutError, match="activation_compression"):
+        PTDPStrategy(activation_compression="gist")  # type: ignore[arg-type]

@@ -22,11 +22,7 @@ class ReluMask:
         self._saved = saved
         self._packed: Packed | None = None
         self._output: Tensor | None = output.detach()
-
-    @property
-    def output(self) -> Tensor | None:
-        """The output, until :meth:`settle`."""
-        return self._output
+        self._version = output._version
 
     def settle(self) -> None:
         """Decides; call before the output may be changed or dropped."""
@@ -42,6 +38,7 @@ class ReluMask:
                 # not (x <= 0) instead of x > 0: a ReLU lets gradients of NaN pass
                 kept = self._saved.keep(output, Encoded("ReLU in bits", [to_bits(flat.le(0).logical_not_())], decode))
                 self._packed = Packed(output, kept, (output.shape, output.stride(), 0))
+            self._packed.version = self._version  # if it was changed before it was settled, that is noticed
         self._output = None
 
     def unpack(self) -> Tensor:

@@ -126,7 +126,7 @@ class _Operations(TorchFunctionMode):
         if not _PLAIN.issuperset(types) and func not in ELEMENTWISE:
             return func(*args, **kwargs)  # a subclass, as of tensor parallelism, may do anything else
         if self._settings.binarize:
-            if func in _MAX_POOLS and (windows := _windows(value, *args[1:], **kwargs)) is not None:
+            if func in _MAX_POOLS and (windows := _windows(*args, **kwargs)) is not None:
                 with self._saved.packing(max_pool_packer(self._saved, value, windows)):
                     return func(*args, **kwargs)
             if func in _MEAN_POOLS:
@@ -160,7 +160,7 @@ class _Operations(TorchFunctionMode):
 
 
 def _windows(
-    value: Tensor,
+    input: Tensor,
     kernel_size: Any,
     stride: Any = None,
     padding: Any = 0,
@@ -169,11 +169,11 @@ def _windows(
     return_indices: bool = False,
 ) -> Windows | None:
     """The windows of a max-pool's arguments; None if its indices are wanted or do not fit a byte."""
-    if return_indices or value.is_meta:
+    if return_indices:
         return None
     kernel = _pair(kernel_size)
     strides = kernel if stride is None or stride == [] else _pair(stride)
-    height, width = value.shape[-2:]
+    height, width = input.shape[-2:]
     windows = Windows((height, width), kernel, strides, _pair(padding), _pair(dilation))
     return windows if windows.fits else None
 

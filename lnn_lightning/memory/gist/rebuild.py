@@ -60,14 +60,11 @@ def _value(argument: Any) -> Any:
 
 
 class Rebuilding:
-    """The recipes of one forward; as an encoder, keeps what has one as the recipe.
-
-    Args:
-        saved: knows what is kept.
-    """
+    """The recipes of one forward; as an encoder, keeps what has one as the recipe."""
 
     def __init__(self) -> None:
         self.saved: SavedTensors
+        """Knows what is kept."""
         self._recipes: dict[tuple[int, int], tuple[Recipe, StorageWeakRef]] = {}
 
     def clear(self) -> None:
@@ -90,7 +87,10 @@ class Rebuilding:
             args: its arguments.
             kwargs: its keyword arguments.
         """
-        operation, operands, settings = again(*args, **kwargs)
+        try:
+            operation, operands, settings = again(*args, **kwargs)
+        except TypeError:  # a spelling of its own: the operation says what is wrong with it, or does it
+            return function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             sources = [self._source(each) for each in operands]  # an operation in place leaves nothing to look for
             versions = [each._version if isinstance(each, Tensor) else 0 for each in operands]
@@ -116,8 +116,12 @@ class Rebuilding:
         if len(operands) == 1 and operands[0].shape != result.shape:
             return  # not what the operation makes of this tensor: of its whole, of which this is a part
         for place, each in enumerate(operands):
-            if sources[place] is not None or not isinstance(each, Tensor):
-                sources[place] = sources[place] or each
+            if not isinstance(each, Tensor):
+                sources[place] = each
+                continue
+            if isinstance(sources[place], Packed) and each._version != versions[place]:
+                return  # the operation has just changed it
+            if sources[place] is not None:
                 continue
             if each.numel() * _SMALL <= result.numel():
                 sources[place] = each.detach().clone()
@@ -151,7 +155,7 @@ def _rebuilt(recipe: Recipe, tensors: list[Tensor]) -> Tensor:
 
 
 def _batch_norm(
-    x: Tensor,
+    input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None = None,
@@ -162,35 +166,35 @@ def _batch_norm(
 ) -> Any:
     if training:
         running_mean = running_var = None  # the batch's own statistics; the running ones were updated
-    return F.batch_norm, (x, running_mean, running_var, weight, bias, training, momentum, eps), {}
+    return F.batch_norm, (input, running_mean, running_var, weight, bias, training, momentum, eps), {}
 
 
 def _layer_norm(
-    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Any:
-    return F.layer_norm, (x, tuple(normalized_shape), weight, bias, eps), {}
+    return F.layer_norm, (input, tuple(normalized_shape), weight, bias, eps), {}
 
 
 def _group_norm(
-    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Any:
-    return F.group_norm, (x, num_groups, weight, bias, eps), {}
+    return F.group_norm, (input, num_groups, weight, bias, eps), {}
 
 
-def _relu(x: Tensor, inplace: bool = False) -> Any:
-    return torch.relu, (x,), {}
+def _relu(input: Tensor, inplace: bool = False) -> Any:
+    return torch.relu, (input,), {}
 
 
-def _silu(x: Tensor, inplace: bool = False) -> Any:
-    return F.silu, (x,), {}
+def _silu(input: Tensor, inplace: bool = False) -> Any:
+    return F.silu, (input,), {}
 
 
-def _gelu(x: Tensor, approximate: str = "none") -> Any:
-    return F.gelu, (x,), {"approximate": approximate}
+def _gelu(input: Tensor, approximate: str = "none") -> Any:
+    return F.gelu, (input,), {"approximate": approximate}
 
 
-def _add(x: Any, other: Any, *, alpha: float = 1) -> Any:
-    return torch.add, (x, other), {"alpha": alpha}
+def _add(input: Any, other: Any, *, alpha: float = 1) -> Any:
+    return torch.add, (input, other), {"alpha": alpha}
 
 
 RECIPES: dict[Any, Callable[..., Any]] = {
