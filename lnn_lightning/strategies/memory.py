@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
 from lnn_lightning.memory.gist import Gist, GistOperations
+from lnn_lightning.memory.recompute import Recompute, recompute_extension
 from lnn_lightning.memory.report import Report
 from lnn_lightning.memory.saved_tensors import SavedTensors
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
@@ -19,7 +20,7 @@ class MemoryHooks(StepHooks):
     """Recomputation, compression and offloading of a strategy."""
 
     if TYPE_CHECKING:
-        _recompute: Any
+        _recompute: Recompute
         _activation_compression: Gist | None
         _offload: Any
 
@@ -33,7 +34,14 @@ class MemoryHooks(StepHooks):
             self.engine.extensions.extend([*self._recomputing(), *self._packing(), *self._fetching()])
 
     def _recomputing(self) -> list[StepExtension]:
-        return []
+        engine = self.engine
+        stages = {
+            stage: [name for name, owners in engine.ownership.units.items() if stage in owners]
+            for stage in engine.stages
+        }
+        sharded = engine.sharding is not None
+        made = recompute_extension(self._recompute, engine.root, engine.book.units, stages, sharded)
+        return [made] if made is not None else []
 
     def _packing(self) -> list[StepExtension]:
         if self._activation_compression is None:

@@ -19,6 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lnn_lightning.memory.gist import Gist
+from lnn_lightning.memory.recompute import Recompute, check_recompute
 from lnn_lightning.parallel.data.settings import ZeroSettings
 from lnn_lightning.parallel.data.shards import is_sharded
 from lnn_lightning.parallel.errors import LayoutError, StepError
@@ -92,6 +93,9 @@ class PTDPStrategy(MemoryHooks, DataHooks):
             too; 3: parameters too (Rajbhandari et al. 2020, arXiv 1910.02054).
         reshard_between_microbatches: (``zero_stage=3``) free whole parameters behind the forward of every micro-batch;
             otherwise a step of several micro-batches gathers them once.
+        recompute: compute again in backward what the blocks would keep for it, with the same numbers: ``"full"``: every
+            block; n: the first of every n blocks of a stage; ``"selective"``: the core of attention alone (Korthikanti
+            et al. 2022, arXiv 2205.05198); ``"auto"``: as many checkpoints a stage as hold the least memory.
         activation_compression: :class:`lnn_lightning.Gist`: keep activations in fewer bytes between forward and
             backward.
         evaluation_microbatches: the same as ``microbatches`` for validation, test and prediction. One gives exactly the
@@ -125,7 +129,7 @@ class PTDPStrategy(MemoryHooks, DataHooks):
         check_replicas: bool = False,
         zero_stage: int = 0,
         reshard_between_microbatches: bool = False,
-        recompute: Any = None,
+        recompute: Recompute = None,
         activation_compression: Gist | None = None,
         offload: Any = None,
         evaluation_microbatches: int = 1,
@@ -171,6 +175,7 @@ class PTDPStrategy(MemoryHooks, DataHooks):
         )
         if activation_compression is not None and not isinstance(activation_compression, Gist):
             raise LayoutError(f"`activation_compression` must be None or Gist(...), got {activation_compression!r}.")
+        check_recompute(recompute)
         self._recompute = recompute
         self._activation_compression = activation_compression
         self._offload = offload
