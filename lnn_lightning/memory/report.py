@@ -61,7 +61,7 @@ class Report:
         width = max(len(name) for name in ("encoding", *self.by_encoding))
         lines = [f"{'encoding':<{width}}  tensors  MB before   MB after   ratio"]
         for name, entry in [*rows, ("all", self.total)]:
-            ratio = f"{entry.before / entry.after:7.2f}" if entry.after else "      -"
+            ratio = f"{entry.before / entry.after:7.2f}" if entry.after and entry.before else "      -"
             lines.append(
                 f"{name:<{width}}  {entry.tensors:7d} {entry.before / 1e6:10.2f} {entry.after / 1e6:10.2f} {ratio}"
             )

@@ -54,7 +54,7 @@ class Encoded:
     Attributes:
         name: name of the encoding, for the report.
         tensors: what is kept.
-        decode: makes all elements of the memory, in one dimension, of what was kept; None: the one tensor is that.
+        decode: makes those elements, in one dimension again, of what was kept; None: the one tensor is them.
     """
 
     name: str
@@ -71,11 +71,11 @@ class Encoder(Protocol):
     """How saved tensors are packed."""
 
     def encode(self, tensor: Tensor, saved: Saved) -> Encoded | None:
-        """Encodes the whole memory of a saved tensor.
+        """Encodes the memory of a saved tensor, or the part of it that the tensor takes up.
 
         Args:
-            tensor: all elements of the memory, in one dimension.
-            saved: whose memory it is.
+            tensor: the elements of that memory in one dimension, in the order in which they lie there.
+            saved: what memory it is.
 
         Returns:
             None if this encoder has nothing for it.
