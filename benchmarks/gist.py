@@ -31,7 +31,7 @@ SETTINGS: dict[str, Gist | None] = {
 
 def measure(name: str, module: nn.Module, size: int, rounds: int) -> None:
     """Prints the rows of a model."""
-    images, labels = torch.randn(4, 3, size, size), torch.arange(4)
+    images, labels = torch.randn(8, 3, size, size), torch.arange(8)
     there = [*module.parameters(), *module.buffers(), images]
     forwards = {which: forward_of(gist, module, images, labels) for which, gist in SETTINGS.items()}
     bytes_of = {which: alive_after(forward, there) for which, forward in forwards.items()}
