@@ -46,7 +46,7 @@ class SavedWatch(StepExtension):
         storage = tensor.untyped_storage()
         if (known := self._saved.get(storage._cdata)) is None or known.expired():
             self._saved[storage._cdata] = StorageWeakRef(storage)
-        return tensor
+        return tensor.detach()  # itself, the result of an operation would keep its own graph alive
 
     @override
     @contextmanager

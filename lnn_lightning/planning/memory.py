@@ -28,12 +28,14 @@ from lnn_lightning.parallel.step.plan import Plan
 from lnn_lightning.parallel.step.standin import named_tensors
 from lnn_lightning.parallel.step.trace import Trace
 from lnn_lightning.parallel.step.tree import tree_tensors
-from lnn_lightning.parallel.step.units import find_units
+from lnn_lightning.parallel.step.units import Units, find_units
 from lnn_lightning.parallel.tensor.axis import TensorAxis
 from lnn_lightning.parallel.tensor.install import TensorSharding
 from lnn_lightning.planning.activations import Kept, count_kept
 from lnn_lightning.planning.inflight import peak_bytes
 from lnn_lightning.planning.states import Held, held, optimizer_bytes
+
+MakeExtensions = Callable[[nn.Module, Units, Mapping[int, Sequence[str]], bool], Sequence[StepExtension]]
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def predict(
     settings: PipelineSettings,
     layout: Layout,
     zero: ZeroSettings,
-    extensions: Sequence[StepExtension] = (),
+    make_extensions: MakeExtensions | None = None,
 ) -> Prediction:
     """Predicts the memory of every rank. Needs one process and, but for the module itself, no memory.
 
@@ -104,13 +106,20 @@ def predict(
         settings: how the step is cut and run.
         layout: sizes of the axes.
         zero: what data ranks share out.
-        extensions: what is put around the units.
+        make_extensions: makes what is put around the units, from the module, its units, stage -> names of the units in
+            it, and whether parameters are gathered unit by unit.
 
     Raises:
         StepError: the step cannot be followed, cut or divided.
     """
     planned = _Planned(root, step, batch, observer, settings, layout)
     notes = planned.notes
+    extensions: Sequence[StepExtension] = ()
+    if make_extensions is not None:
+        stages = range(settings.placement.num_stages)
+        held_by = planned.ownership.units
+        of_stage = {stage: [name for name, owners in held_by.items() if stage in owners] for stage in stages}
+        extensions = make_extensions(root, planned.units, of_stage, zero.shards_parameters and layout.shard_size > 1)
     kept, whole = planned.count(step, observer, extensions)
     optimizers = make_optimizers()
     ranks = []
