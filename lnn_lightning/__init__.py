@@ -5,10 +5,11 @@ Importing this package registers the strategy name ``ptdp`` and lets ``load_from
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lnn_lightning.optim import Adafactor
 from lnn_lightning.strategies.ptdp import PTDPStrategy
 from lnn_lightning.strategies.reading import let_lightning_read_folders
 
-__all__ = ["PTDPStrategy"]
+__all__ = ["Adafactor", "PTDPStrategy"]
 __version__ = "0.1.0"
 
 let_lightning_read_folders()

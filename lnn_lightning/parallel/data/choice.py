@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,6 +23,7 @@ def shard_units(
     trace: Trace,
     mesh: DeviceMesh,
     settings: ZeroSettings,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Sharding:
     """Shards the units of this rank's stages over the data ranks. Collective over all processes.
 
@@ -33,9 +35,10 @@ def shard_units(
         trace: the traced step.
         mesh: data ranks, or replicate x shard.
         settings: the stage of ZeRO.
+        reduce_dtype: in which gradients are added up; None: see :func:`reduction_dtype`.
     """
     groups, whole = choose_units(root, names, stages, ownership, trace)
-    sharding = Sharding(root, groups, whole, mesh, settings)
+    sharding = Sharding(root, groups, whole, mesh, settings, reduce_dtype)
     sharding.prefetch(trace)
     return sharding
 
