@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loops.utilities import _parse_loop_limits
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
@@ -16,7 +17,8 @@ from typing_extensions import override
 from lnn_lightning.parallel.errors import LayoutError, StepError
 from lnn_lightning.parallel.layout import Layout, Mesh, resolve_layout
 from lnn_lightning.planning.memory import Prediction, predict
-from lnn_lightning.precision import MeshAgreement, mesh_precision
+from lnn_lightning.planning.states import Copies
+from lnn_lightning.precision import MeshAgreement, MeshHalfPrecision, mesh_precision
 from lnn_lightning.strategies.peek import peek_batch
 from lnn_lightning.strategies.ptdp import PTDPStrategy
 from lnn_lightning.strategies.steps import LightningObserver
@@ -77,7 +79,14 @@ def predict_memory(
         strategy._settings,
         layout,
         strategy._zero,
+        copies=_copies(strategy.precision_plugin),
     )
+
+
+def _copies(plugin: Precision) -> Copies:
+    if not isinstance(plugin, MeshHalfPrecision) or not plugin.has_copies:
+        return None
+    return "kept" if plugin.master_weights else "passing"
 
 
 def _set_up(

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lnn_lightning.optim.masters import masters_of
 from lnn_lightning.parallel.data.shards import local_of
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
 from lnn_lightning.parallel.step.extension import StepExtension
@@ -89,8 +90,10 @@ def held_bytes(engine: PipelineEngine) -> dict[str, int]:
 
 
 def state_bytes(optimizers: list[Optimizer]) -> int:
-    """Bytes of the optimizers' states on this rank, each memory once."""
+    """Bytes of the optimizers' states and master weights on this rank, each memory once."""
     leaves: list[Any] = [leaf for optimizer in optimizers for leaf in tree_leaves(list(optimizer.state.values()))]
+    for masters in map(masters_of, optimizers):
+        leaves += [copy for _, copy in masters.copies] if masters is not None and masters.kept else []
     return storage_bytes(local_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
 

@@ -33,7 +33,7 @@ from lnn_lightning.parallel.tensor.axis import TensorAxis
 from lnn_lightning.parallel.tensor.install import TensorSharding
 from lnn_lightning.planning.activations import Kept, count_kept
 from lnn_lightning.planning.inflight import peak_bytes
-from lnn_lightning.planning.states import Held, held, optimizer_bytes
+from lnn_lightning.planning.states import Copies, Held, held, optimizer_bytes
 
 MakeExtensions = Callable[[nn.Module, Units, Mapping[int, Sequence[str]], bool], Sequence[StepExtension]]
 
@@ -47,7 +47,7 @@ class RankMemory:
         data: place along the data axis.
         parameters: of parameters and the module's buffers, between steps.
         gradients: when the optimizer steps.
-        optimizer: its state.
+        optimizer: its state, master weights among it.
         activations: most that is saved for backward at once; None: it could not be counted.
         buffers: for communication and recomputation: whole parameters of ZeRO's units, buckets, values that cross
             stages, what the largest recomputed unit keeps.
@@ -92,6 +92,7 @@ def predict(
     layout: Layout,
     zero: ZeroSettings,
     make_extensions: MakeExtensions | None = None,
+    copies: Copies = None,
 ) -> Prediction:
     """Predicts the memory of every rank. Needs one process and, but for the module itself, no memory.
 
@@ -108,6 +109,7 @@ def predict(
         zero: what data ranks share out.
         make_extensions: makes what is put around the units, from the module, its units, stage -> names of the units in
             it, and whether parameters are gathered unit by unit.
+        copies: fp32 copies of half-precision parameters that optimizers work on.
 
     Raises:
         StepError: the step cannot be followed, cut or divided.
@@ -134,7 +136,7 @@ def predict(
             by_id = {id(planned.parameters[name]): each for name, each in parameters.items()}
             dealt = (place, layout.shard_size) if zero.stage > 0 and layout.shard_size > 1 else None
             try:
-                state = optimizer_bytes(optimizers, by_id, dealt)
+                state = optimizer_bytes(optimizers, by_id, dealt, copies)
             except RuntimeError as error:
                 state = 0
                 notes.append(f"Optimizer state is not in it: {error}.")

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,15 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from lnn_lightning.optim.cuts import KnowsCuts
 from lnn_lightning.optim.elementwise import copies_onto
+from lnn_lightning.optim.masters import LOW
 from lnn_lightning.optim.shares import deal
 from lnn_lightning.parallel.data.shards import span_of
+
+
+Copies = Literal["kept", "passing"] | None
+"""fp32 copies of half-precision parameters for the optimizer: master weights, stochastic rounding, none."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,10 @@ def held(tensor: Tensor, learns: bool, shards: int = 1, rank: int = 0) -> Held:
 
 
 def optimizer_bytes(
-    optimizers: Sequence[Optimizer], held_here: Mapping[int, Held], dealt_to: tuple[int, int] | None
+    optimizers: Sequence[Optimizer],
+    held_here: Mapping[int, Held],
+    dealt_to: tuple[int, int] | None,
+    copies: Copies = None,
 ) -> int:
     """Bytes of optimizer state on a rank, after the first step.
 
@@ -62,6 +71,8 @@ def optimizer_bytes(
         optimizers: as the user's ``configure_optimizers`` made them for the whole module.
         held_here: ``id`` of the parameters on this rank -> what it holds of them.
         dealt_to: this rank's place among those that share out what is whole, and their number; None: nobody does.
+        copies: optimizers work on fp32 copies of half-precision parameters, which are kept between steps (and count), or
+            exist during a step only.
 
     Raises:
         RuntimeError: an optimizer cannot step on tensors without data.
@@ -71,6 +82,7 @@ def optimizer_bytes(
         loads = [0] * (dealt_to[1] if dealt_to is not None else 1)
         pieces: dict[int, Tensor] = {}
         groups: list[list[Tensor]] = []
+        in_parts = isinstance(optimizer, KnowsCuts)  # it has empty ones too
         for group in optimizer.param_groups:
             here = [p for p in group["params"] if id(p) in held_here]
             whole = [p for p in here if not held_here[id(p)].sharded]
@@ -79,9 +91,12 @@ def optimizer_bytes(
             kept: list[Tensor] = []
             for parameter in group["params"]:
                 what = held_here.get(id(parameter))
-                takes = what is not None and (id(parameter) in mine or what.sharded and prod(what.shape) > 0)
-                pieces[id(parameter)] = _piece(what if takes else None)
-                if takes:
+                takes = what is not None and (
+                    id(parameter) in mine or what.sharded and (prod(what.shape) > 0 or in_parts)
+                )
+                pieces[id(parameter)] = _piece(what if takes else None, copies)
+                if takes and what is not None:
+                    total += prod(what.shape) * 4 if copies == "kept" and what.dtype in LOW else 0
                     kept.append(pieces[id(parameter)])
             groups.append(kept)
         if any(groups):
@@ -89,10 +104,11 @@ def optimizer_bytes(
     return total
 
 
-def _piece(what: Held | None) -> Tensor:
+def _piece(what: Held | None, copies: Copies) -> Tensor:
     if what is None:
         return nn.Parameter(torch.empty(0, device="meta"))
-    made = nn.Parameter(torch.empty(what.shape, dtype=what.dtype, device="meta"))
+    dtype = torch.float32 if copies is not None and what.dtype in LOW else what.dtype
+    made = nn.Parameter(torch.empty(what.shape, dtype=dtype, device="meta"))
     made.grad = torch.empty_like(made) if what.learns else None
     return made
 

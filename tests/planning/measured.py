@@ -12,6 +12,7 @@ from lnn_lightning import PTDPStrategy
 from lnn_lightning.commands.measuring import MeasureMemory
 from lnn_lightning.commands.unlaunched import predict_memory
 from lnn_lightning.planning.memory import Prediction
+from lnn_lightning.precision import MeshHalfPrecision
 
 
 class Llama(LightningModule):
@@ -42,6 +43,9 @@ class Llama(LightningModule):
 
 def fit_of(name: str, ranks: int, layout: dict[str, Any], options: dict[str, Any]) -> tuple[Trainer, Any, Any]:
     """A trainer, a module and its loader."""
+    options = dict(options)
+    if options.pop("masters", False):
+        options["plugins"] = [MeshHalfPrecision("bf16-true", master_weights=True)]
     torch.manual_seed(0)
     tokens = torch.randint(128, (64, 33))
     data = [(each[:-1], each[1:]) for each in tokens]

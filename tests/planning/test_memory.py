@@ -17,6 +17,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tensor": ({"tensor_parallel_size": 2}, {}),
     "tensor, sequence, mixed": ({"tensor_parallel_size": 2, "sequence_parallel": True}, {"precision": "bf16-mixed"}),
     "zero 1": ({"zero_stage": 1}, {}),
+    "zero 1, master weights": ({"zero_stage": 1}, {"masters": True}),
     "zero 2": ({"zero_stage": 2, "microbatches": 2}, {"accumulate_grad_batches": 2}),
     "zero 3": ({"zero_stage": 3}, {}),
 }
