@@ -176,8 +176,12 @@ def _options(group: dict[str, Any], parameters: list[Tensor], memo: dict[int, An
     return {"params": parameters, **options}
 
 
-def copies_onto(optimizer: Optimizer, pieces: Mapping[int, Tensor], groups: _Groups) -> Iterator[Optimizer]:
-    """Optimizers like one, without state and hooks, for other parameters: the first that can step is the right one.
+def copies_onto(
+    optimizer: Optimizer, pieces: Mapping[int, Tensor], groups: _Groups
+) -> tuple[Callable[[], Optimizer], ...]:
+    """Two ways to make an optimizer like one, without its hooks, for other parameters.
+
+    The first has all attributes and no state, the second the state that some constructors make.
 
     Args:
         optimizer: any.
@@ -192,8 +196,7 @@ def copies_onto(optimizer: Optimizer, pieces: Mapping[int, Tensor], groups: _Gro
             memo[id(group)] = _options(group, parameters, memo)
         return _copied(optimizer, memo)
 
-    yield copied()
-    yield _constructor(optimizer)(groups)
+    return copied, lambda: _constructor(optimizer)(groups)
 
 
 def _copy_maker(optimizer: Optimizer) -> _Make:
@@ -202,7 +205,7 @@ def _copy_maker(optimizer: Optimizer) -> _Make:
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):
             by_dims = dict(zip(_dims(group), parameters, strict=True))
             pieces.update({id(p): by_dims[_dims_of(p)] for p in group["params"]})
-        return next(copies_onto(optimizer, pieces, groups))
+        return copies_onto(optimizer, pieces, groups)[0]()
 
     return make
 

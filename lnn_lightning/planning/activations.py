@@ -50,6 +50,7 @@ class _Counter:
         self.kept = Kept()
         self.stage = plan.stage_of[0]
         self.call: int | None = None
+        self.around = ExitStack()
         self._count = 0
         self._alive: list[Any] = []  # memory that is used again must not be taken for the same
         outside = [*root.parameters(), *root.buffers(), *tree_tensors(batch)]
@@ -62,7 +63,7 @@ class _Counter:
         if self.call is not None:
             return original(*args, **kwargs)
         call = self.plan.trace.calls[self._count]
-        self.stage, self.call = self.plan.stage_of[call.index], call.index
+        self.call = call.index
         run = UnitRun(self.stage, 0, call, unit)
         body = original
         for extension in reversed(self.extensions):
@@ -75,10 +76,21 @@ class _Counter:
         finally:
             self._count += 1
             self.call = None
-            if self._count < len(self.plan.trace.calls):
-                self.stage = self.plan.stage_of[self._count]
-            else:
-                self.stage = self.plan.num_stages - 1
+            stages = (*self.plan.stage_of, self.plan.num_stages - 1)
+            if stages[self._count] != self.stage:
+                self.begin_stage(stages[self._count])
+
+    def begin_stage(self, stage: int) -> None:
+        """What follows belongs to this stage."""
+        self.around.close()
+        self.stage = stage
+        for extension in self.extensions:
+            self.around.enter_context(extension.forward(stage, 0))
+
+    @property
+    def is_through(self) -> bool:
+        """Whether all calls have been made."""
+        return self._count == len(self.plan.trace.calls)
 
     def _fake(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
@@ -137,11 +149,14 @@ def count_kept(
         stack.enter_context(patched_calls(units, counter.enter))
         stack.enter_context(saved_tensors_hooks(counter.pack, lambda tensor: tensor))
         for extension in extensions:
-            stack.enter_context(extension.forward(counter.stage, 0))
+            stack.callback(extension.finish)
+            extension.begin(1, training=True)
+        stack.enter_context(counter.around)
+        counter.begin_stage(counter.stage)
         try:
             loss = step(batch)
         except Exception:
-            if plan.trace.tail_error is None or counter._count < len(plan.trace.calls):
+            if plan.trace.tail_error is None or not counter.is_through:
                 raise
     loss = loss.get("loss") if isinstance(loss, dict) else loss
     if isinstance(loss, Tensor) and loss.requires_grad:

@@ -20,7 +20,6 @@ from lnn_lightning.optim.masters import LOW
 from lnn_lightning.optim.shares import deal
 from lnn_lightning.parallel.data.shards import span_of
 
-
 Copies = Literal["kept", "passing"] | None
 """fp32 copies of half-precision parameters for the optimizer: master weights, stochastic rounding, none."""
 
@@ -71,8 +70,7 @@ def optimizer_bytes(
         optimizers: as the user's ``configure_optimizers`` made them for the whole module.
         held_here: ``id`` of the parameters on this rank -> what it holds of them.
         dealt_to: this rank's place among those that share out what is whole, and their number; None: nobody does.
-        copies: optimizers work on fp32 copies of half-precision parameters, which are kept between steps (and count), or
-            exist during a step only.
+        copies: fp32 copies of half-precision parameters that optimizers work on; what is kept counts.
 
     Raises:
         RuntimeError: an optimizer cannot step on tensors without data.
@@ -115,20 +113,16 @@ def _piece(what: Held | None, copies: Copies) -> Tensor:
 
 def _state_bytes(optimizer: Optimizer, pieces: Mapping[int, Tensor], groups: list[list[Tensor]]) -> int:
     failures: list[str] = []
-    twins = copies_onto(optimizer, pieces, groups)
-    while True:
+    ways = copies_onto(optimizer, pieces, groups)
+    for make in reversed(ways) if optimizer.state else ways:
         try:
-            twin = next(twins)
+            twin = make()
             with warnings.catch_warnings(), _NumbersAreOne():
                 warnings.simplefilter("ignore")
                 twin.step()
             return storage_bytes(tree_leaves(list(twin.state.values())))
-        except StopIteration:
-            break
         except Exception as error:  # noqa: BLE001 - whatever the user's optimizer raises on tensors without data
             failures.append(f"{type(error).__name__}: {error}")
-            if len(failures) == 2:
-                break
     raise RuntimeError(f"{type(optimizer).__name__} did not step on tensors without data ({'; '.join(failures)})")
 
 
