@@ -4,7 +4,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 
+from examples.gpt import ByteGPT
 from tests.helpers.ranks import launch_ranks
 from tests.planning.measured import measure, predicted
 
@@ -45,3 +49,29 @@ def test_predicted_is_measured(name: str, run: str) -> None:
             assert getattr(expected, kind) == found[kind], f"{kind} of {expected}, measured {found}"
         assert expected.activations == pytest.approx(found["activations"], rel=0.1), f"{expected}, measured {found}"
         assert found["activations"] > 0
+
+
+def test_torchs_tracker_agrees() -> None:
+    """Torch's own tracker, on the whole model without data. It knows nothing of stages and parts."""
+    expected = predicted("gpt", 1, {}, {}).ranks[0]
+    with FakeTensorMode():
+        module = ByteGPT(n_layer=4, n_head=4, n_embd=64, block_size=32)
+        optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
+        tokens, targets = torch.randint(128, (8, 32)), torch.randint(128, (8, 32))
+        tracker = MemTracker()
+        tracker.track_external(module, optimizer, tokens, targets)
+        with tracker:
+            for step in range(2):  # the first makes the optimizer's state
+                module.loss((tokens, targets)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 0:
+                    tracker.reset_mod_stats()
+    peak = {
+        kind.name: size
+        for kind, size in tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items()
+        if kind != "Total"
+    }
+    assert expected.parameters == peak["PARAM"]
+    assert expected.optimizer == peak["OPT"]
+    assert expected.activations == peak["ACT"] - 4  # the loss
