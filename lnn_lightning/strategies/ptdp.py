@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
+from lnn_lightning.memory.recompute import Recompute, check_recompute
 from lnn_lightning.parallel.data.settings import ZeroSettings
 from lnn_lightning.parallel.data.shards import is_sharded
 from lnn_lightning.parallel.errors import LayoutError, StepError
@@ -91,6 +92,9 @@ class PTDPStrategy(MemoryHooks, DataHooks):
             too; 3: parameters too (Rajbhandari et al. 2020, arXiv 1910.02054).
         reshard_between_microbatches: (``zero_stage=3``) free whole parameters behind the forward of every micro-batch;
             otherwise a step of several micro-batches gathers them once.
+        recompute: compute again in backward what the blocks would keep for it, with the same numbers: ``"full"``: every
+            block; n: the first of every n blocks of a stage; ``"selective"``: the core of attention alone (Korthikanti
+            et al. 2022, arXiv 2205.05198); ``"auto"``: as many checkpoints a stage as hold the least memory.
         evaluation_microbatches: the same as ``microbatches`` for validation, test and prediction. One gives exactly the
             results of one process.
         async_save: let training go on while a checkpoint is written, from a copy in host memory. The next save and the
@@ -122,7 +126,7 @@ class PTDPStrategy(MemoryHooks, DataHooks):
         check_replicas: bool = False,
         zero_stage: int = 0,
         reshard_between_microbatches: bool = False,
-        recompute: Any = None,
+        recompute: Recompute = None,
         activation_compression: Any = None,
         offload: Any = None,
         evaluation_microbatches: int = 1,
@@ -166,6 +170,7 @@ class PTDPStrategy(MemoryHooks, DataHooks):
             sequence_parallel,
             None if tensor_parallel_plan == "auto" else tensor_parallel_plan,
         )
+        check_recompute(recompute)
         self._recompute = recompute
         self._activation_compression = activation_compression
         self._offload = offload
