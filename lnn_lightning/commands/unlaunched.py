@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -11,11 +13,15 @@ from lightning.pytorch.loops.utilities import _parse_loop_limits
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lnn_lightning.memory.recompute import Recompute, recompute_extension
 from lnn_lightning.parallel.errors import LayoutError, StepError
 from lnn_lightning.parallel.layout import Layout, Mesh, resolve_layout
+from lnn_lightning.parallel.step.extension import StepExtension
+from lnn_lightning.parallel.step.units import Units
 from lnn_lightning.planning.memory import Prediction, predict
 from lnn_lightning.planning.states import Copies
 from lnn_lightning.precision import MeshAgreement, MeshHalfPrecision, mesh_precision
@@ -70,7 +76,7 @@ def predict_memory(
     def make_optimizers() -> list[Optimizer]:
         return _init_optimizers_and_lr_schedulers(module)[0]
 
-    return predict(
+    prediction = predict(
         module,
         strategy._example_step("training_step"),
         strategy.precision_plugin.convert_input(batch),
@@ -79,8 +85,23 @@ def predict_memory(
         strategy._settings,
         layout,
         strategy._zero,
-        copies=_copies(strategy.precision_plugin),
+        partial(_extensions, strategy._recompute),
+        _copies(strategy.precision_plugin),
     )
+    for setting, value in (
+        ("activation_compression", strategy._activation_compression),
+        ("offload", strategy._offload),
+    ):
+        if value is not None:
+            prediction.notes.append(f"What `{setting}` saves is not in the prediction.")
+    return prediction
+
+
+def _extensions(
+    recompute: Recompute, root: nn.Module, units: Units, stages: Mapping[int, Sequence[str]], sharded: bool
+) -> list[StepExtension]:
+    made = recompute_extension(recompute, root, units, stages, sharded)
+    return [made] if made is not None else []
 
 
 def _copies(plugin: Precision) -> Copies:

@@ -117,16 +117,18 @@ def predict(
     planned = _Planned(root, step, batch, observer, settings, layout)
     notes = planned.notes
     extensions: Sequence[StepExtension] = ()
+    sharding = zero.shards_parameters and layout.shard_size > 1
     if make_extensions is not None:
         stages = range(settings.placement.num_stages)
         held_by = planned.ownership.units
         of_stage = {stage: [name for name, owners in held_by.items() if stage in owners] for stage in stages}
-        extensions = make_extensions(root, planned.units, of_stage, zero.shards_parameters and layout.shard_size > 1)
+        extensions = make_extensions(root, planned.units, of_stage, sharding)
     kept, whole = planned.count(step, observer, extensions)
+    may_split = not sharding and all(each.may_split for each in extensions)
     optimizers = make_optimizers()
     ranks = []
     for pipeline in range(layout.pipeline_parallel_size):
-        activations, crossing = planned.activations(pipeline, kept, whole, zero)
+        activations, crossing = planned.activations(pipeline, kept, whole, may_split)
         sharded = planned.sharded(pipeline, zero)
         for data in range(layout.data_parallel_size):
             place = data % layout.shard_size
@@ -205,11 +207,11 @@ class _Planned:
         return (with_them if extensions else whole), whole
 
     def activations(
-        self, pipeline: int, kept: Kept | None, whole: Kept | None, zero: ZeroSettings
+        self, pipeline: int, kept: Kept | None, whole: Kept | None, may_split: bool
     ) -> tuple[int | None, int]:
         """Most that is saved at once, and memory for values that cross stages and for recomputation."""
         stages = self.placement.stages_of(pipeline)
-        splits = self.placement.kind.splits_backward and not zero.shards_parameters
+        splits = may_split and self.placement.kind.splits_backward
         split = {stage: splits and can_split(self.plan, stage) for stage in stages}
         given = self.placement, pipeline, self.microbatches
         keys = {stage: (*self.plan.received(stage), *self.plan.sent(stage)) for stage in stages}

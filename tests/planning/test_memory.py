@@ -24,8 +24,11 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero 1, master weights": ({"zero_stage": 1}, {"masters": True}),
     "zero 2": ({"zero_stage": 2, "microbatches": 2}, {"accumulate_grad_batches": 2}),
     "zero 3": ({"zero_stage": 3}, {}),
+    "recompute full": ({**PIPELINE, "recompute": "full"}, {}),
+    "recompute selective": ({"recompute": "selective", "zero_stage": 3}, {}),
+    "recompute auto": ({**PIPELINE, "recompute": "auto", "schedule": "zero_bubble"}, {}),
 }
-LLAMA = ["1f1b", "tensor", "zero 1", "zero 3"]
+LLAMA = ["1f1b", "tensor", "zero 1", "zero 3", "recompute full"]
 
 
 @cache
