@@ -118,7 +118,7 @@ class Segment:
     def _recompute(self) -> None:
         count = 0
 
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> None:
             nonlocal count
             place = self._places[count]() if count < len(self._places) else None
             count += 1
@@ -128,7 +128,8 @@ class Segment:
                 self._values[place] = tensor.detach()
             if count >= len(self._places):
                 raise _Enough
-            return tensor
+            # nobody goes back through this graph; a result that its own operation saves would keep it alive for good
+            return None
 
         try:
             with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):

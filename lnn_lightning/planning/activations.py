@@ -101,7 +101,7 @@ class _Counter:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._ignored:
-            return tensor
+            return tensor.detach()
         self._alive.append(storage)
         if (self.stage, key) not in self._known:
             self._known.add((self.stage, key))
@@ -109,7 +109,7 @@ class _Counter:
         if self.call is not None and (f"call {self.call}", key) not in self._known:
             self._known.add((f"call {self.call}", key))
             self.kept.of_calls[self.stage][self.call] += size
-        return tensor
+        return tensor.detach()  # itself, the result of an operation would keep its own graph alive
 
 
 def _wrapped(extension: StepExtension, run: UnitRun, body: Callable[..., Any]) -> Callable[..., Any]:
