@@ -118,7 +118,7 @@ class Segment:
     def _recompute(self) -> None:
         count = 0
 
-        def pack(tensor: Tensor) -> None:
+        def pack(tensor: Tensor) -> Tensor:
             nonlocal count
             place = self._places[count]() if count < len(self._places) else None
             count += 1
@@ -128,8 +128,7 @@ class Segment:
                 self._values[place] = tensor.detach()
             if count >= len(self._places):
                 raise _Enough
-            # nobody goes back through this graph; a result that its own operation saves would keep it alive for good
-            return None
+            return tensor.detach()  # itself, the result of an operation would keep its own graph alive
 
         try:
             with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
