@@ -195,7 +195,7 @@ def main() -> None:
     small = Shape(layers=4, s=256, h=512, a=8, b=4)
     shapes = [small] if quick else [small, Shape(), Shape(a=64)]
     for shape in shapes:
-        rows = run_ranks(measure, 1, shape, 3 if quick else 7, timeout=1800)[0]
+        rows = run_ranks(measure, 1, shape, 3 if quick else 4, timeout=1800)[0]
         none = rows[0]
         print(f"\n{shape}: 5as/h = {5 * shape.a * shape.s / shape.h:.0f}")
         print(f"{'recompute':<12}{'MiB a block':>12}{'formula':>10}{'of it':>8}{'kept':>8}{'s a step':>10}{'ratio':>8}")
