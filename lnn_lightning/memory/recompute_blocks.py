@@ -128,7 +128,7 @@ class Segment:
                 self._values[place] = tensor.detach()
             if count >= len(self._places):
                 raise _Enough
-            return tensor
+            return tensor.detach()  # itself, the result of an operation would keep its own graph alive
 
         try:
             with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
