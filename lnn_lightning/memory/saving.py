@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,3 +60,8 @@ class Kept:
 def version_of(tensor: Tensor) -> int:
     """Counts the changes of a tensor in place."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def device_of(tensors: Sequence[Tensor]) -> torch.device:
+    """Where an operation on them runs: on the CPU only if all of them lie there."""
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
