@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -23,13 +23,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
+from lnn_lightning.memory.report import Report
 from lnn_lightning.parallel.step.extension import StepExtension
 
 Microbatch = tuple[int, int]
 """Stage and number of a micro-batch."""
+Pack = Callable[[Tensor], Any]
+"""Makes an object with a method ``unpack`` of a saved tensor; None: does not know it."""
 SMALLEST = 1024
 """Tensors of fewer bytes are left as they are."""
 AS_IT_IS = "as it is"
+_SAME_VALUES = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "PermuteBackward0"}
+"""Operations between a parameter and what autocast and matrix products save of it."""
 
 
 class Keeper(Protocol):
@@ -49,23 +54,28 @@ class Encoded:
     Attributes:
         name: name of the encoding, for the report.
         tensors: what is kept.
-        decode: makes all elements of the memory, in one dimension, of what was kept; None: the one tensor is that.
+        decode: makes those elements, in one dimension again, of what was kept; None: the one tensor is them.
     """
 
     name: str
     tensors: list[Tensor]
     decode: Callable[[list[Tensor]], Tensor] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return sum(each.numel() * each.element_size() for each in self.tensors)
+
 
 class Encoder(Protocol):
     """How saved tensors are packed."""
 
     def encode(self, tensor: Tensor, saved: Saved) -> Encoded | None:
-        """Encodes the whole memory of a saved tensor.
+        """Encodes the memory of a saved tensor, or the part of it that the tensor takes up.
 
         Args:
-            tensor: all elements of the memory, in one dimension.
-            saved: whose memory it is.
+            tensor: the elements of that memory in one dimension, in the order in which they lie there.
+            saved: what memory it is.
 
         Returns:
             None if this encoder has nothing for it.
@@ -79,7 +89,7 @@ class Saved:
     Attributes:
         storage: identity of its memory.
         version: how often the memory was changed before.
-        whole: whether all of the memory is saved, not a copy of a part.
+        whole: whether it is all of the memory, not a part.
         requires_grad: whether it is part of the graph: an activation, neither data nor statistics.
     """
 
@@ -89,37 +99,11 @@ class Saved:
     requires_grad: bool
 
 
-@dataclass
-class BytesOf:
-    """Bytes of one encoding.
-
-    Attributes:
-        tensors: how many memories were encoded.
-        before: bytes that autograd would have kept.
-        after: bytes that are kept.
-    """
-
-    tensors: int = 0
-    before: int = 0
-    after: int = 0
-
-
-@dataclass
-class Report:
-    """Bytes that were kept, by encoding; each memory once."""
-
-    by_encoding: dict[str, BytesOf] = field(default_factory=dict)
-
-    def add(self, name: str, before: int, after: int) -> None:
-        """Counts one memory."""
-        entry = self.by_encoding.setdefault(name, BytesOf())
-        entry.tensors, entry.before, entry.after = entry.tensors + 1, entry.before + before, entry.after + after
-
-
 class Kept:
     """A stored memory; freed when nothing refers to it any more.
 
     Args:
+        name: name of the encoding.
         tokens: what is stored.
         keeper: where; None: the tokens are the tensors.
         decode: as in :class:`Encoded`; None: the one tensor is the value.
@@ -128,11 +112,13 @@ class Kept:
 
     def __init__(
         self,
+        name: str,
         tokens: list[Any],
         keeper: Keeper | None,
-        decode: Callable[[list[Tensor]], Tensor] | None = None,
-        source: StorageWeakRef | None = None,
+        decode: Callable[[list[Tensor]], Tensor] | None,
+        source: StorageWeakRef,
     ) -> None:
+        self.name = name
         self._tokens, self._keeper, self._decode, self._source = tokens, keeper, decode, source
 
     def get(self) -> Tensor:
@@ -146,13 +132,13 @@ class Kept:
         return self._decode is not None or self._keeper is not None
 
 
-class _Packed:
-    """What autograd holds in place of a saved tensor.
+class Packed:
+    """What autograd holds in place of a saved tensor. Changes in place of the tensor are noticed as autograd does.
 
     Args:
         tensor: the saved tensor.
         kept: where its values are; None: they stay where they are.
-        at: shape, strides and offset of the tensor in the kept memory.
+        at: shape, strides and offset of the tensor in the kept memory; None: it is all of it.
     """
 
     def __init__(self, tensor: Tensor, kept: Kept | None, at: tuple[Any, Any, int] | None = None) -> None:
@@ -166,6 +152,11 @@ class _Packed:
             self.probe.data = tensor.new_empty(0)  # goes on counting the changes, without the memory
 
     def unpack(self) -> Tensor:
+        """The saved tensor.
+
+        Raises:
+            RuntimeError: it was changed in place since.
+        """
         if self.version is not None and self.probe._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -176,7 +167,10 @@ class _Packed:
         if self.kept is None:
             return self.probe
         value = self.kept.get()
-        return value if self.at is None else value.as_strided(*self.at)
+        if self.at is None:
+            return value
+        shape, stride, offset = self.at
+        return value.as_strided(shape, stride, value.storage_offset() + offset)
 
 
 class SavedTensors(StepExtension):
@@ -189,7 +183,7 @@ class SavedTensors(StepExtension):
         skipped: tells tensors whose memory is in use anyway, besides those.
         encoders: how to pack; the first one that takes a tensor has it.
         keeper: where what is packed stays; None: where it is.
-        smallest: tensors of fewer bytes are left as they are.
+        smallest: tensors of fewer bytes are left as they are; None: of fewer than :data:`SMALLEST`.
     """
 
     def __init__(
@@ -197,12 +191,14 @@ class SavedTensors(StepExtension):
         skipped: Callable[[Tensor], bool] = lambda tensor: False,
         encoders: Sequence[Encoder] = (),
         keeper: Keeper | None = None,
-        smallest: int = SMALLEST,
+        smallest: int | None = None,
     ) -> None:
-        self._skipped, self._encoders, self._keeper, self._smallest = skipped, encoders, keeper, smallest
+        self._skipped, self._encoders, self._keeper = skipped, encoders, keeper
+        self.smallest = SMALLEST if smallest is None else smallest
         self._kept: WeakValueDictionary[tuple[Any, ...], Kept] = WeakValueDictionary()
         self._microbatch: Microbatch = (0, 0)
         self._hooks = (self._pack, self._unpack)
+        self._operation: Pack | None = None
         self.report: Report | None = None
         """Set to a report: counts what is saved from then on."""
 
@@ -219,42 +215,55 @@ class SavedTensors(StepExtension):
     def active(self) -> bool:
         """Whether what is saved now comes here: no other hooks were entered since."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return top is not None and top[0] == self._hooks[0]
+        return top is not None and top[0] is self._hooks[0]
 
-    def keep(self, tensors: list[Tensor], decode: Callable[[list[Tensor]], Tensor], source: Tensor) -> Kept:
-        """Keeps what an operation of ours needs in its backward, made from a tensor."""
-        reference = StorageWeakRef(source.untyped_storage())
-        return Kept(self._put(tensors), self._keeper, decode, reference)
+    @contextmanager
+    def packing(self, pack: Pack) -> Iterator[None]:
+        """What an operation run inside saves is first offered to a function that knows the operation."""
+        before, self._operation = self._operation, pack
+        try:
+            yield
+        finally:
+            self._operation = before
+
+    def keep(self, tensor: Tensor, encoded: Encoded) -> Kept:
+        """Keeps what was made of the whole memory of a tensor; not known to :meth:`find`."""
+        if self.report is not None:
+            self.report.add(encoded.name, tensor, encoded.nbytes)
+        return self._made(tensor, encoded)
+
+    def hold(self, tensor: Tensor) -> Packed:
+        """What autograd would hold if an operation saved the tensor now."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            return self._hold(tensor)
 
     def find(self, tensor: Tensor) -> Kept | None:
         """What the memory of a tensor is kept as, if it was saved whole and is still kept."""
         return self._kept.get((tensor.untyped_storage()._cdata, tensor._version, tensor.dtype))
 
-    def _put(self, tensors: list[Tensor]) -> list[Any]:
-        return tensors if self._keeper is None else [self._keeper.put(each, self._microbatch) for each in tensors]
-
     # ---------------------------------------------------------------- hooks
 
-    def _pack(self, tensor: Tensor) -> _Packed:
+    def _pack(self, tensor: Tensor) -> Any:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            if self._stays(tensor):
-                return _Packed(tensor, None)
-            size, whole = tensor.element_size(), tensor.untyped_storage().nbytes()
-            if whole % size == 0 and (2 * tensor.numel() * size > whole or self.find(tensor) is not None):
-                kept = self._keep(tensor, lambda: tensor.detach().as_strided((whole // size,), (1,), 0))
-                return _Packed(tensor, kept, (tensor.shape, tensor.stride(), int(tensor.storage_offset())))
-            if not self._encoders and self._keeper is None:
-                return _Packed(tensor, None)
-            # The rest of this memory may be free by the backward, so the part is stored by itself.
-            dense = torch.empty_like(tensor)
-            part = tensor.storage_offset(), tensor.shape, tensor.stride()
-            kept = self._keep(tensor, lambda: _flat(dense.copy_(tensor)), part)
-            return _Packed(tensor, kept, (dense.shape, dense.stride(), 0))
+            if self._operation is not None and (packed := self._operation(tensor)) is not None:
+                return packed
+            return self._hold(tensor)
 
     @staticmethod
-    def _unpack(packed: _Packed) -> Tensor:
+    def _unpack(packed: Any) -> Tensor:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             return packed.unpack()
+
+    def _hold(self, tensor: Tensor) -> Packed:
+        if self._stays(tensor):
+            return Packed(tensor, None)
+        size, storage = tensor.element_size(), tensor.untyped_storage()
+        start, length = int(tensor.storage_offset()), _extent(tensor)
+        whole = storage.nbytes() % size == 0 and (2 * length * size > storage.nbytes() or self.find(tensor) is not None)
+        if whole:
+            start, length = 0, storage.nbytes() // size
+        kept = self._keep(tensor, start, length, whole)
+        return Packed(tensor, kept, (tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start))
 
     def _stays(self, tensor: Tensor) -> bool:
         return (
@@ -264,24 +273,30 @@ class SavedTensors(StepExtension):
             or tensor.is_meta
             or tensor.is_conj()
             or tensor.is_neg()
-            or tensor.numel() * tensor.element_size() < self._smallest
+            or tensor.numel() * tensor.element_size() < self.smallest
             or _is_parameter(tensor)
             or self._skipped(tensor)
             or is_traceable_wrapper_subclass(tensor)
         )
 
-    def _keep(self, tensor: Tensor, elements: Callable[[], Tensor], part: tuple[Any, ...] = ()) -> Kept:
+    def _keep(self, tensor: Tensor, start: int, length: int, whole: bool) -> Kept:
+        """Keeps a stretch of a tensor's memory: all of it, or if the tensor takes up a small part only that."""
         storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor._version, tensor.dtype, *part)
+        key = (storage._cdata, tensor._version, tensor.dtype, *(() if whole else (start, length)))
         if (kept := self._kept.get(key)) is None:
-            values = elements()
-            encoded = self._encode(values, Saved(storage._cdata, tensor._version, not part, tensor.requires_grad))
+            values = tensor.detach().as_strided((length,), (1,), start)
+            encoded = self._encode(values, Saved(storage._cdata, tensor._version, whole, tensor.requires_grad))
             if self.report is not None:
-                after = sum(each.untyped_storage().nbytes() for each in encoded.tensors)
-                self.report.add(encoded.name, values.numel() * values.element_size(), after)
-            reference = StorageWeakRef(storage)
-            kept = self._kept[key] = Kept(self._put(encoded.tensors), self._keeper, encoded.decode, reference)
+                before = None if whole else length * values.element_size()
+                self.report.add(encoded.name, tensor, encoded.nbytes, before)
+            kept = self._kept[key] = self._made(tensor, encoded)
         return kept
+
+    def _made(self, tensor: Tensor, encoded: Encoded) -> Kept:
+        tokens: list[Any] = encoded.tensors
+        if self._keeper is not None:
+            tokens = [self._keeper.put(each, self._microbatch) for each in tokens]
+        return Kept(encoded.name, tokens, self._keeper, encoded.decode, StorageWeakRef(tensor.untyped_storage()))
 
     def _encode(self, values: Tensor, saved: Saved) -> Encoded:
         for encoder in self._encoders:
@@ -290,8 +305,11 @@ class SavedTensors(StepExtension):
         return Encoded(AS_IT_IS, [values])
 
 
-def _flat(dense: Tensor) -> Tensor:
-    return dense.as_strided((dense.numel(),), (1,))
+def _extent(tensor: Tensor) -> int:
+    """Elements from the first to the last of a tensor in its memory."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _is_parameter(tensor: Tensor) -> bool:
@@ -299,7 +317,7 @@ def _is_parameter(tensor: Tensor) -> bool:
     source = tensor._base if tensor._base is not None else tensor
     if isinstance(source, nn.Parameter) or (source.is_leaf and source.requires_grad):
         return True
-    node = source.grad_fn
-    if node is None or node.name() != "ToCopyBackward0":
-        return False
-    return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
+    node: Any = source.grad_fn
+    while node is not None and node.name() in _SAME_VALUES:
+        node = node.next_functions[0][0]
+    return isinstance(getattr(node, "variable", None), nn.Parameter)

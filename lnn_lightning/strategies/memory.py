@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
 
+from lnn_lightning.memory.gist import Gist, GistOperations
 from lnn_lightning.memory.offload.activations import ActivationKeeper
 from lnn_lightning.memory.recompute import Recompute, recompute_extension
+from lnn_lightning.memory.report import Report
 from lnn_lightning.memory.saved_tensors import SavedTensors
 from lnn_lightning.parallel.exchange import agree
 from lnn_lightning.parallel.layout import DATA
@@ -23,7 +26,7 @@ class MemoryHooks(OffloadHooks):
 
     if TYPE_CHECKING:
         _recompute: Recompute
-        _activation_compression: Any
+        _activation_compression: Gist | None
 
     _extended: PipelineEngine | None = None
 
@@ -45,12 +48,16 @@ class MemoryHooks(OffloadHooks):
         return [made] if made is not None else []
 
     def _packing(self) -> list[StepExtension]:
-        keeper = self._keeper()
-        if keeper is None:
+        keeper, compression = self._keeper(), self._activation_compression
+        if keeper is None and compression is None:
             return []
         buffers = {buffer.untyped_storage()._cdata for buffer in self.engine.root.buffers()}
-        skipped = lambda tensor: tensor.untyped_storage()._cdata in buffers  # noqa: E731
-        return [keeper, SavedTensors(skipped, keeper=keeper)]
+        operations = GistOperations(compression, _tell) if compression is not None else None
+        encoders = operations.encoders() if operations is not None else ()
+        saved = SavedTensors(lambda tensor: tensor.untyped_storage()._cdata in buffers, encoders, keeper)
+        if operations is not None:
+            operations.attach(saved)
+        return [each for each in (keeper, saved, operations) if each is not None]
 
     def _keeper(self) -> ActivationKeeper | None:
         """Where saved tensors go. Collective: a rank whose folder does not take them stops all."""
@@ -86,3 +93,7 @@ class MemoryHooks(OffloadHooks):
             error = caught
         agree(error, dist.group.WORLD, self.root_device)
         return made
+
+
+def _tell(report: Report) -> None:
+    rank_zero_info(f"Kept for the backward of one micro-batch on rank 0:\n{report.table()}")

@@ -44,6 +44,7 @@ class Moved:
         self.place, self.microbatch, self._freed = place, microbatch, freed
         self.numel, self.dtype, self.device = source.numel(), source.dtype, source.device
         self.nbytes = source.numel() * source.element_size()
+        self.shape, self.strides = source.shape, source.stride()
         self.region: Region | None = None
         self.host: Tensor | None = None
         """The copy in host memory; of a file only while it is on its way."""
@@ -84,14 +85,17 @@ class ActivationKeeper(StepExtension):
     # ---------------------------------------------------------------- out
 
     def put(self, tensor: Tensor, microbatch: Microbatch) -> Moved:
-        """Takes a tensor of one dimension; see :class:`~lnn_lightning.memory.saved_tensors.Keeper`.
+        """Takes a tensor; see :class:`~lnn_lightning.memory.saved_tensors.Keeper`.
 
         Raises:
             OffloadError: the disk is full, or gave an error.
         """
         self._free()
+        dense = tensor if torch.ops.aten.is_non_overlapping_and_dense(tensor) else tensor.contiguous()
+        shape, strides, tensor = dense.shape, dense.stride(), dense.as_strided((dense.numel(),), (1,))
         order = self._order.setdefault(microbatch, [])
         moved = Moved(tensor, len(order), microbatch, self._freed)
+        moved.shape, moved.strides = shape, strides
         order.append(ref(moved))
         self.moved_bytes += moved.nbytes
         if tensor.is_cuda:
@@ -154,7 +158,7 @@ class ActivationKeeper(StepExtension):
         self._bring(token)
         self._ahead(token.microbatch, token.place)
         if token.source is not None:
-            return token.source
+            return token.source.as_strided(token.shape, token.strides)
         if token.ready is None:
             if token.back is None:
                 host = token.host if token.read is None else token.read.result()
@@ -162,7 +166,7 @@ class ActivationKeeper(StepExtension):
                 token.back = self._to_device(host, token.device)
             token.ready = token.back.wait()
             token.read = token.back = None
-        return token.ready
+        return token.ready.as_strided(token.shape, token.strides)
 
     def _bring(self, token: Moved) -> None:
         if token.source is not None or token.ready is not None:
