@@ -41,7 +41,8 @@ def test_same_numbers(tmp_path, name, world_size, layout, run) -> None:
     results = launch_ranks(train, world_size, name, layout, run, str(tmp_path))
     case = ZOO[name]
     expected = train_reference(case, run, 1 if case.per_sample else layout.get("microbatches", 1))
-    found = differences(results, expected, case.tolerance, case.loss_tolerance)
+    tolerance = 1e-6 if "tensor_parallel_size" in layout else case.tolerance  # the rotary embedding is in fp32
+    found = differences(results, expected, tolerance, case.loss_tolerance)
     assert not found, "\n".join(found)
     assert not list(tmp_path.iterdir())
 
