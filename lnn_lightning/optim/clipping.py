@@ -92,7 +92,7 @@ def _norms(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
 
 def _reduced(value: Tensor, groups: Sequence[ProcessGroup], op: ReduceOp.RedOpType) -> Tensor:
     for group in groups:
-        value = value.to(_device_of(group, value.device))
+        value = value.to(device_of(group, value.device))
         dist.all_reduce(value, op=op, group=group)
     return value
 
@@ -103,7 +103,7 @@ def _reduced_max(value: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
     return torch.where(pair[1] > 0, math.nan, pair[0])
 
 
-def _device_of(group: ProcessGroup, device: torch.device) -> torch.device:
+def device_of(group: ProcessGroup, device: torch.device) -> torch.device:
     """Where the group communicates; a rank without parameters cannot tell from them."""
     backend = dist.get_backend(group)
     if backend == "nccl" and device.type != "cuda":

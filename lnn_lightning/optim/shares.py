@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
 
+from lnn_lightning.optim.cuts import KnowsCuts
 from lnn_lightning.parallel.data.shards import is_sharded, local_of
 from lnn_lightning.parallel.step.standin import is_stand_in
 
@@ -62,7 +63,8 @@ class OptimizerShare:
         self._known = 0
         self.owned: list[list[nn.Parameter]] = [[] for _ in range(self._size)]
         """Whole parameters by the rank that updates them, in the same order on all ranks."""
-        self._sharded: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.sharded: list[tuple[nn.Parameter, nn.Parameter]] = []
+        """Sharded parameters, and what the optimizer has in place of them."""
         self._zero_grad = optimizer.zero_grad
         if self._size > 1 or local is not None:
             optimizer.zero_grad = self._zero_all  # type: ignore[method-assign]
@@ -85,11 +87,11 @@ class OptimizerShare:
         for parameter, owner in zip(whole, owners, strict=True):
             self.owned[owner].append(parameter)
         pieces = {id(p): self._local(p) for p in here if is_sharded(p)} if self._local is not None else {}
-        self._sharded += [(p, pieces[id(p)]) for p in here if id(p) in pieces]
+        self.sharded += [(p, pieces[id(p)]) for p in here if id(p) in pieces]
         for group in new:
             kept = [pieces.get(id(p), p) for p in group["params"] if id(p) in mine or id(p) in pieces]
             state = {p: self.optimizer.state.pop(p) for p in group["params"] if p in self.optimizer.state}
-            group["params"] = [p for p in kept if p.numel() or id(p) in mine]
+            group["params"] = [p for p in kept if p.numel() or id(p) in mine or isinstance(self.optimizer, KnowsCuts)]
             for parameter, values in state.items():  # some optimizers make it when they are built
                 target = pieces.get(id(parameter), parameter)
                 if any(target is p for p in group["params"]):
@@ -98,7 +100,7 @@ class OptimizerShare:
     def _zero_all(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's ``zero_grad``, for the gradients it does not see too."""
         self._zero_grad(*args, **kwargs)
-        for parameter, piece in self._sharded:
+        for parameter, piece in self.sharded:
             if piece.grad is None:
                 parameter.grad = None
         to_none = kwargs.get("set_to_none", args[0] if args else True)
@@ -108,7 +110,7 @@ class OptimizerShare:
                     parameter.grad = None
                 elif parameter.grad is not None:
                     parameter.grad.detach_().zero_()
-        for parameter, piece in self._sharded:  # pieces without elements are in no group
+        for parameter, piece in self.sharded:  # most optimizers' groups are without pieces that have no elements
             if piece.numel() == 0 and to_none:
                 parameter.grad = piece.grad = None
 

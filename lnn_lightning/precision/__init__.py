@@ -1,5 +1,6 @@
 """Precision plugins that agree over the mesh: clipping by one norm, loss scaling by one scale."""
 
+from lnn_lightning.optim.block_scales import BlockScaling
 from lnn_lightning.precision.agreement import MeshAgreement
 from lnn_lightning.precision.plugins import (
     MeshDoublePrecision,
@@ -8,10 +9,12 @@ from lnn_lightning.precision.plugins import (
     MeshPrecision,
     loss_scale,
     mesh_precision,
+    reduce_dtype_of,
 )
 from lnn_lightning.precision.scaler import MeshGradScaler
 
 __all__ = [
+    "BlockScaling",
     "MeshAgreement",
     "MeshDoublePrecision",
     "MeshGradScaler",
@@ -20,4 +23,5 @@ __all__ = [
     "MeshPrecision",
     "loss_scale",
     "mesh_precision",
+    "reduce_dtype_of",
 ]

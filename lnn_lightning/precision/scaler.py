@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
+from lnn_lightning.optim.block_scales import BlockScales
 from lnn_lightning.precision.agreement import MeshAgreement
 
 
@@ -20,6 +22,8 @@ class MeshGradScaler(torch.amp.GradScaler):
     """
 
     agreement: MeshAgreement = MeshAgreement()
+    blocks: BlockScales | None = None
+    """Scales of blocks besides this one; set by the strategy."""
 
     @classmethod
     def like(cls, scaler: torch.amp.GradScaler) -> MeshGradScaler:
@@ -34,14 +38,33 @@ class MeshGradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if not self.agreement.groups:
+        if not self.agreement.groups and self.blocks is None:
             return found or {found_inf.device: found_inf}
         anywhere = torch.zeros((), device=self.agreement.device)
         for value in found.values():
             anywhere = torch.maximum(anywhere, value.to(anywhere.device))
         for group in self.agreement.groups:
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
+        if self.blocks is not None:
+            anywhere = self.blocks.agree(anywhere).to(anywhere.device)
         return {device: anywhere.to(device) for device in (found or {found_inf.device: found_inf})}
 
+    @override
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        if self.blocks is not None and self.blocks.update() and new_scale is None:
+            new_scale = self.get_scale()  # blocks have lowered their own
+        super().update(new_scale)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        blocks = {} if self.blocks is None else {"blocks": self.blocks.state_dict()}
+        return {**super().state_dict(), **blocks}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.blocks is not None:
+            self.blocks.load_state_dict(state_dict.get("blocks", {}))
+
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key != "agreement"}
+        return {key: value for key, value in super().__getstate__().items() if key not in ("agreement", "blocks")}

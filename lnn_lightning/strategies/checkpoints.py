@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,8 @@ from lnn_lightning.checkpoint.distributed import packed, together
 from lnn_lightning.checkpoint.folder import remove
 from lnn_lightning.checkpoint.pieces import Pieces
 from lnn_lightning.checkpoint.states import MODULE_STATES, OURS, callback_part
+from lnn_lightning.optim.cuts import reduced_dims
+from lnn_lightning.optim.masters import states_of
 from lnn_lightning.parallel.data.shards import local_of
 from lnn_lightning.parallel.shared_folder import check_shared
 from lnn_lightning.parallel.step.standin import is_stand_in
@@ -109,8 +111,11 @@ class CheckpointHooks(ResumeHooks):
             for group, own in zip(plain.param_groups, self._group_names[index], strict=True)
         ]
         state = {
-            names[id(p)]: {leaf: sharded_leaf(value, p, parameters[names[id(p)]]) for leaf, value in values.items()}
-            for p, values in plain.state.items()
+            names[id(p)]: {
+                leaf: sharded_leaf(value, p, parameters[names[id(p)]], reduced_dims(plain, leaf, p.ndim))
+                for leaf, value in values.items()
+            }
+            for p, values in states_of(plain)
         }
         return {"state": state, "param_groups": groups}
 
@@ -210,17 +215,25 @@ class CheckpointHooks(ResumeHooks):
                 if not is_stand_in(value) and not aliased and residence.writes(name):
                     self._sort_in(f"{part}.{key}", name, value, tensors, values)
         for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
+            plain = plain_optimizer(self.optimizers[index])
             for name, leaves in optimizer["state"].items():
                 for leaf, value in leaves.items():
-                    self._sort_in(f"optimizer.{index}.{name}.{leaf}", name, value, tensors, values)
+                    reduced = reduced_dims(plain, leaf, value.ndim) if isinstance(value, Tensor) else ()
+                    self._sort_in(f"optimizer.{index}.{name}.{leaf}", name, value, tensors, values, reduced)
         return tensors, values, tied
 
     def _sort_in(
-        self, entry: str, name: str | None, value: Any, tensors: dict[str, Pieces], values: dict[str, Any]
+        self,
+        entry: str,
+        name: str | None,
+        value: Any,
+        tensors: dict[str, Pieces],
+        values: dict[str, Any],
+        reduced: Sequence[int] = (),
     ) -> None:
         """Numbers go where all that is no tensor goes: thousands of step counters are no thousands of records."""
         if isinstance(value, Tensor) and value.ndim > 0:
-            tensors[entry] = self.engine.residence.pieces(name, value)
+            tensors[entry] = self.engine.residence.pieces(name, value, reduced)
         else:
             values[entry] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
 

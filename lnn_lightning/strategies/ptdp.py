@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +32,7 @@ from lnn_lightning.parallel.step.standin import convert_module, has_stand_ins
 from lnn_lightning.parallel.tensor.install import is_divided
 from lnn_lightning.parallel.tensor.table import tensor_table
 from lnn_lightning.parallel.watch import doing
-from lnn_lightning.precision import MeshAgreement, mesh_precision
+from lnn_lightning.precision import MeshAgreement, mesh_precision, reduce_dtype_of
 from lnn_lightning.strategies.averaging import divide_averages
 from lnn_lightning.strategies.data import DataHooks
 from lnn_lightning.strategies.effects import set_metric_group
@@ -39,6 +40,7 @@ from lnn_lightning.strategies.initial_weights import read_initial_weights
 from lnn_lightning.strategies.manual import computing_step
 from lnn_lightning.strategies.memory import MemoryHooks
 from lnn_lightning.strategies.peek import peek_batch
+from lnn_lightning.strategies.scaling import scale_blocks
 from lnn_lightning.strategies.signals import AgreedSignals
 from lnn_lightning.strategies.steps import LightningObserver, StepDriver
 
@@ -197,6 +199,8 @@ class PTDPStrategy(MemoryHooks, DataHooks):
         convert_module(module, device=self.root_device)
         self.engine.shard(self._zero)
         self.setup_memory(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            scale_blocks(self.engine, self.precision_plugin, self.root_device)
         if new and self._initial_weights is not None:
             self._read_initial_weights(self._initial_weights, module)
         divide_averages(trainer, module)
@@ -229,7 +233,8 @@ class PTDPStrategy(MemoryHooks, DataHooks):
         batch = self._first_batch(trainer)
         observer = LightningObserver(module)
         seed = self.broadcast(torch.initial_seed() % 2**62)
-        self._engine = PipelineEngine(module, self._settings, self.mesh, observer, seed)
+        settings = replace(self._settings, reduce_dtype=reduce_dtype_of(self.precision_plugin))
+        self._engine = PipelineEngine(module, settings, self.mesh, observer, seed)
         kind = _STEPS[trainer.state.fn]  # type: ignore[index]
         doing("tracing %s and dividing the module", kind)
         self._engine.unset = set() if self._initial_weights is not None else None

@@ -18,8 +18,11 @@ from lnn_lightning.checkpoint.distributed import read_pieces
 from lnn_lightning.checkpoint.pieces import Pieces, whole_tensor
 from lnn_lightning.checkpoint.sources import load_safely
 from lnn_lightning.checkpoint.states import MODULE_STATES, OURS, callback_part, with_versions
+from lnn_lightning.optim.cuts import reduced_dims
+from lnn_lightning.optim.masters import LEAF, masters_of, states_of
 from lnn_lightning.parallel.data.shards import is_sharded, local_of, piece_of, sharded_like
 from lnn_lightning.parallel.step.standin import is_stand_in
+from lnn_lightning.parallel.tensor.axis import reduced_shape
 from lnn_lightning.parallel.watch import while_doing
 from lnn_lightning.strategies.intact import IntactHooks
 from lnn_lightning.strategies.leaves import (
@@ -224,7 +227,10 @@ class ResumeHooks(IntactHooks):
         residence, prefix = self.engine.residence, f"optimizer.{index}."
         names, parameters = residence.names_by_id(), dict(self.lightning_module.named_parameters())
         optimizer = plain_optimizer(self.optimizers[index])
-        held = {names[id(p)]: optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]}
+        held: dict[str, dict[str, Any]] = {
+            names[id(p)]: {} for group in optimizer.param_groups for p in group["params"]
+        }
+        held |= {names[id(p)]: values for p, values in states_of(optimizer)}
         known = tensor_names(path)
         state: dict[str, dict[str, Any]] = {}
         wanted: dict[str, Pieces] = {}
@@ -237,9 +243,10 @@ class ResumeHooks(IntactHooks):
                 continue
             shape, dtype = known[entry]
             parameter = parameters[name]
-            if shape == residence.whole_shape(name, parameter):
-                value = state_like(parameter, dtype, held[name].get(leaf))
-                wanted[entry] = residence.pieces(name, value)
+            reduced = reduced_dims(optimizer, leaf, parameter.ndim)
+            if shape == reduced_shape(residence.whole_shape(name, parameter), reduced):
+                value = state_like(parameter, dtype, held[name].get(leaf), reduced)
+                wanted[entry] = residence.pieces(name, value, reduced)
             else:
                 value = torch.empty(shape, dtype=dtype)
                 wanted[entry] = residence.pieces(None, value)
@@ -254,11 +261,14 @@ class ResumeHooks(IntactHooks):
         names = [name for group in self._group_names[index] for name in group]
         of = dict(zip(numbers, names, strict=True))
         parameters, residence = dict(self.lightning_module.named_parameters()), self.engine.residence
-        by_name = {}
+        optimizer = plain_optimizer(self.optimizers[index])
+        by_name: dict[str, Any] = {}
         for number, leaves in state["state"].items():
             name = of[number]
-            local = {k: residence.local(name, v) if isinstance(v, Tensor) else v for k, v in leaves.items()}
-            by_name[name] = {leaf: own_part(value, parameters[name]) for leaf, value in local.items()}
+            for leaf, value in leaves.items():
+                reduced = reduced_dims(optimizer, leaf, parameters[name].ndim)
+                part = residence.local(name, value, reduced) if isinstance(value, Tensor) else value
+                by_name.setdefault(name, {})[leaf] = own_part(part, parameters[name], reduced)
         return by_name, state["param_groups"]
 
     def _add_groups(self, optimizer: Optimizer, groups: list[Any]) -> None:
@@ -273,17 +283,33 @@ class ResumeHooks(IntactHooks):
 
     def _put_optimizer_state(self, optimizer: Optimizer, by_name: Mapping[str, Any], groups: list[Any]) -> None:
         names = self.engine.residence.names_by_id()
+        self._put_masters(optimizer, names, by_name)
         local = optimizer.state_dict()
         numbered = {
             number: by_name[names[id(parameter)]]
             for group, numbers in zip(optimizer.param_groups, local["param_groups"], strict=True)
             for parameter, number in zip(group["params"], numbers["params"], strict=True)
-            if names[id(parameter)] in by_name
+            if by_name.get(names[id(parameter)])
         }
         merged = [
             {**saved, "params": mine["params"]} for saved, mine in zip(groups, local["param_groups"], strict=True)
         ]
         optimizer.load_state_dict({"state": numbered, "param_groups": merged})
+
+    def _put_masters(self, optimizer: Optimizer, names: Mapping[int, str], by_name: Mapping[str, Any]) -> None:
+        """Master weights of a checkpoint go to those of the run."""
+        masters = masters_of(optimizer)
+        if masters is not None:
+            if (missing := masters.load(names, by_name)) and by_name:
+                rank_zero_warn(
+                    f"The checkpoint has no master weights of {len(missing)} parameter(s), the first {missing[0]!r}: "
+                    "they start from the parameters, which are rounded."
+                )
+        elif any([leaves.pop(LEAF, None) is not None for leaves in by_name.values()]):
+            rank_zero_warn(
+                "The checkpoint has fp32 master weights, which this run does not keep: it goes on from the parameters, "
+                "which are rounded. Use `MeshHalfPrecision(..., master_weights=True)` to go on exactly."
+            )
 
     # ---------------------------------------------------------------- where it goes on
 

@@ -58,6 +58,8 @@ class StepHooks(ZeroHooks):
         trainer = module.trainer
         position = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches
         zeroes = type(module).optimizer_zero_grad is pl.LightningModule.optimizer_zero_grad
+        for masters in self._masters if position == 0 and zeroes else ():
+            masters.drop_gradients()
         return self.driver.train(
             step,
             batch,

@@ -170,7 +170,10 @@ class StepDriver:
         result = engine.train_step("training_step", step, batch, self.device, scale, sync)
         handover.collect()
         shared = self._share(result, batch)
-        return handover.loss(shared["loss"].to(self.device)), shared
+        loss = shared["loss"].to(self.device)
+        if scale != 1.0 and loss.dtype == torch.float16:
+            loss = loss.float()  # the scaler's factor may be larger than what fp16 has
+        return handover.loss(loss), shared
 
     def _handover(self, scale: float, onto_old: bool, drop_old: bool, window: bool) -> GradientHandover:
         parameters, sharding = self.engine.residence.parameters(), self.engine.sharding

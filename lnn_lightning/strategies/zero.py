@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -11,16 +12,24 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lnn_lightning.optim.cuts import KnowsCuts
 from lnn_lightning.optim.elementwise import not_elementwise
+from lnn_lightning.optim.masters import Masters, masters_of
 from lnn_lightning.optim.shares import OptimizerShare
 from lnn_lightning.parallel.data.settings import ZeroSettings
 from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.pipeline.train_step import TRAINING
+from lnn_lightning.parallel.step.randomness import seed_of
 from lnn_lightning.parallel.watch import doing
+from lnn_lightning.precision import MeshHalfPrecision
 from lnn_lightning.strategies.checkpoints import CheckpointHooks
+from lnn_lightning.strategies.cuts import bind_cuts
 from lnn_lightning.strategies.manual import SEVERAL_OPTIMIZERS
 
 _CHECK_EVERY = 100
 """Optimizer steps between comparisons of what all tensor ranks hold: code that treats them differently must show."""
+_ROUNDING = 2
+"""Takes the place of a phase in the seed of stochastic rounding."""
 
 
 def refuse_unsplittable(optimizer: Optimizer, way_out: str) -> None:
@@ -33,6 +42,8 @@ def refuse_unsplittable(optimizer: Optimizer, way_out: str) -> None:
     Raises:
         StepError: it is not one of them.
     """
+    if "adafactor" in type(optimizer).__name__.lower():
+        way_out += " `lnn_lightning.Adafactor` can: it is right on parts too."
     if (reason := not_elementwise(optimizer)) is not None:
         raise StepError(f"{type(optimizer).__name__} cannot update parts of parameters: {reason} {way_out}")
 
@@ -43,7 +54,8 @@ def _warn_of_low_precision_state(optimizer: Optimizer) -> None:
         dtype = str(low.pop()).removeprefix("torch.")
         rank_zero_warn(
             f"{type(optimizer).__name__} keeps its moments in {dtype}, as the parameters are: small changes of them "
-            "are rounded away. `precision='bf16-mixed'` keeps parameters and moments in fp32 and computes in bf16."
+            "are rounded away. `plugins=[MeshHalfPrecision(..., master_weights=True)]` of `lnn_lightning.precision` "
+            "gives the optimizer fp32 copies; `precision='bf16-mixed'` keeps everything in fp32 and computes in bf16."
         )
 
 
@@ -55,6 +67,7 @@ class ZeroHooks(CheckpointHooks):
         _check_replicas: bool
 
     _shares: list[OptimizerShare]
+    _masters: Sequence[Masters] = ()
     _optimizer_steps = 0
 
     @override
@@ -74,7 +87,9 @@ class ZeroHooks(CheckpointHooks):
                         f"sharded ones with `zero_stage={self._zero.stage}`. Use `zero_stage=1`."
                     )
         for optimizer in self.optimizers:
-            if sharding is not None:
+            if isinstance(optimizer, KnowsCuts):
+                bind_cuts(optimizer, self.engine.residence)
+            elif sharding is not None:
                 way_out = "Use `zero_stage=1`, which shares out whole parameters and is right for every optimizer."
                 refuse_unsplittable(optimizer, way_out)
             elif self._has_divided(optimizer):
@@ -82,6 +97,7 @@ class ZeroHooks(CheckpointHooks):
                 refuse_unsplittable(optimizer, way_out)
         group = self.mesh.shard_group if self._zero.stage > 0 and self.mesh.layout.shard_size > 1 else None
         self._group_names = [[] for _ in self.optimizers]
+        self._make_masters(trainer)
         self._shares = [
             OptimizerShare(optimizer, group, sharding.local if sharding is not None else None)
             for optimizer in self.optimizers
@@ -110,6 +126,29 @@ class ZeroHooks(CheckpointHooks):
             names = {id(p): name for name, p in self.lightning_module.named_parameters()}
             known += [[names.get(id(parameter), "") for parameter in group["params"]] for group in groups[len(known) :]]
             share.adopt()
+            if (masters := masters_of(share.optimizer)) is not None:
+                residence = self.engine.residence
+                masters.adopt(residence.names_by_id(), {id(piece): whole for whole, piece in share.sharded})
+                residence.optimized_as([pair for each in self._masters for pair in each.copies])
+
+    def _make_masters(self, trainer: pl.Trainer) -> None:
+        """fp32 copies for the optimizers, if the precision plugin asks for them."""
+        plugin = self.precision_plugin
+        self._masters = []
+        self.engine.residence.optimized_as([])
+        if not isinstance(plugin, MeshHalfPrecision) or not plugin.has_copies:
+            return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BaseFinetuning):
+                raise StepError(
+                    f"{type(callback).__name__} looks for the module's parameters in the optimizer, which has fp32 "
+                    "copies of them with `master_weights` or `stochastic_rounding`. Leave these out."
+                )
+        seed = self._rounding_seed if plugin.stochastic_rounding else None
+        self._masters = [Masters(optimizer, seed) for optimizer in self.optimizers]
+
+    def _rounding_seed(self) -> int:
+        return seed_of(self.engine.seed, _ROUNDING, self.engine.steps_done[TRAINING])
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

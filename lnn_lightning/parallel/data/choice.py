@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,6 +23,7 @@ def shard_units(
     trace: Trace,
     mesh: DeviceMesh,
     settings: ZeroSettings,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Sharding:
     """Shards the units of this rank's stages over the data ranks. Collective over all processes.
 
@@ -33,6 +35,7 @@ def shard_units(
         trace: the traced step.
         mesh: data ranks, or replicate x shard.
         settings: the stage of ZeRO.
+        reduce_dtype: in which gradients are added up; None: see :func:`reduction_dtype`.
     """
     parameters = dict(root.named_parameters())
     shared = {name for name, where in ownership.tensors.items() if len(where) > 1 and name in parameters}
@@ -43,7 +46,7 @@ def shard_units(
         groups[stage] = merged(root, tied, trace)
     chosen = [group for stage_groups in groups.values() for group in stage_groups]
     reasons = dict.fromkeys(shared, "several stages hold it") | whole_parameters(root, chosen, trace)
-    sharding = Sharding(root, groups, reasons, mesh, settings)
+    sharding = Sharding(root, groups, reasons, mesh, settings, reduce_dtype)
     sharding.prefetch(trace)
     return sharding
 

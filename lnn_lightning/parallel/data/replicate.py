@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.reduction import reduction_dtype
 
 
 class Replica:
@@ -27,9 +28,16 @@ class Replica:
         group: data-parallel ranks that hold the same stage.
         overlap: the reduction may be armed before the last backward; costs a walk through the graph for unused
             parameters.
+        reduce_dtype: in which gradients are added up; None: see :func:`reduction_dtype`.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, overlap: bool) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        overlap: bool,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
         self.parameters = tuple(parameters)
         self._ddp = DistributedDataParallel(
             _Holder(self.parameters),
@@ -37,7 +45,18 @@ class Replica:
             find_unused_parameters=overlap,
             init_sync=False,
         )
+        self._group, self._reduce_dtype = group, reduce_dtype
+        if any(reduction_dtype(parameter.dtype, reduce_dtype) != parameter.dtype for parameter in self.parameters):
+            # torch checks the annotations of a hook, and takes none for right
+            self._ddp.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
         self._armed = False
+
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The mean of a bucket over the ranks, added up in the dtype of the reduction."""
+        buffer = bucket.buffer()
+        sent = buffer.to(reduction_dtype(buffer.dtype, self._reduce_dtype)).div_(dist.get_world_size(self._group))
+        work = dist.all_reduce(sent, group=self._group, async_op=True)
+        return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))
 
     def begin(self) -> None:
         """Once before the first forward of a step that ends with a reduction."""

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from lnn_lightning.parallel.data.settings import ZeroSettings
 from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.reduction import reduction_dtype
 from lnn_lightning.parallel.step.hooks import keep_inside
 from lnn_lightning.parallel.step.standin import is_stand_in, stand_in_for
 from lnn_lightning.parallel.step.trace import Trace
@@ -66,6 +67,7 @@ class Sharding:
         whole: names of parameters that stay whole, with the reason.
         mesh: data ranks, or replicate x shard.
         settings: which stage of ZeRO, and when to free whole parameters.
+        reduce_dtype: in which gradients are added up; None: see :func:`reduction_dtype`.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Sharding:
         whole: Mapping[str, str],
         mesh: DeviceMesh,
         settings: ZeroSettings,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.settings, self.whole = settings, dict(whole)
         parameters = dict(root.named_parameters())
@@ -103,10 +106,8 @@ class Sharding:
                 self._members[unit] = group
                 of_unit |= dict.fromkeys(own, unit)
                 dtype = parameters[own[0]].dtype
-                policy = MixedPrecisionPolicy(
-                    reduce_dtype=torch.float32 if dtype in (torch.float16, torch.bfloat16) else None,
-                    cast_forward_inputs=False,
-                )
+                wide = reduction_dtype(dtype, reduce_dtype)
+                policy = MixedPrecisionPolicy(reduce_dtype=wide if wide != dtype else None, cast_forward_inputs=False)
                 self._units[stage][unit] = self._shard(modules, mesh, policy, ignored)
             if self._units[stage]:
                 holder = _Holder(

@@ -7,6 +7,8 @@ less, or nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,11 +41,12 @@ def piece_of(whole: Tensor, like: Tensor) -> Tensor:
     return whole[start : start + count]
 
 
-def sharded_like(piece: Tensor, like: Tensor) -> Tensor:
-    """The DTensor whose piece on this rank is ``piece``, sharded as ``like`` is."""
+def sharded_like(piece: Tensor, like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """The DTensor whose piece on this rank is ``piece``, sharded as ``like`` is; of its shape, or another."""
     assert isinstance(like, DTensor)
+    whole = like if shape is None else torch.empty(tuple(shape), device="meta")
     return DTensor.from_local(
-        piece, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        piece, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 

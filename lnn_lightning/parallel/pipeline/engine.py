@@ -53,6 +53,7 @@ class PipelineSettings:
         split_points: names of the sub-modules that begin a stage; None: balanced by cost.
         sequence_parallel: values between blocks stay divided along their tokens over the tensor ranks.
         tensor_parallel_plan: glob of layer names -> role, where the planner is not to decide.
+        reduce_dtype: in which ranks add up gradients; None: their own, but fp32 for half precision.
     """
 
     placement: Placement
@@ -61,6 +62,7 @@ class PipelineSettings:
     split_points: Sequence[str] | None = None
     sequence_parallel: bool = False
     tensor_parallel_plan: Mapping[str, str] | None = None
+    reduce_dtype: torch.dtype | None = None
 
 
 class PipelineEngine:
@@ -187,7 +189,8 @@ class PipelineEngine:
         if not settings.shards_parameters or self.mesh.layout.shard_size == 1:
             return
         self.sharding = self.residence.sharding = shard_units(
-            self.root, self.book.units.names, self.stages, self.ownership, self._trace, self.mesh.sharding, settings
+            *(self.root, self.book.units.names, self.stages, self.ownership, self._trace, self.mesh.sharding, settings),
+            self.settings.reduce_dtype,
         )
         self.book.whole_shapes = self.sharding.whole_shapes
 
@@ -198,7 +201,8 @@ class PipelineEngine:
         trainable = [p for p in self.residence.parameters() if p.requires_grad and not is_sharded(p)]
         if self._replica is None or [*map(id, self._replica.parameters)] != [*map(id, trainable)]:
             overlap = self.placement.num_stages == 1 and self.sharding is None
-            self._replica = Replica(trainable, self.mesh.group(DATA), overlap) if trainable else None
+            given = overlap, self.settings.reduce_dtype
+            self._replica = Replica(trainable, self.mesh.group(DATA), *given) if trainable else None
 
     def split(self, batch: Any, training: bool) -> list[Any]:
         """The micro-batches of a local batch."""
@@ -264,8 +268,8 @@ class PipelineEngine:
             doing("summing gradients over ranks")
             if self._replica is not None:
                 self._replica.finish()
-            self.residence.settle_gradients()
-            self.residence.sum_shared_gradients()
+            self.residence.settle_gradients(self.settings.reduce_dtype)
+            self.residence.sum_shared_gradients(self.settings.reduce_dtype)
         self.steps_done[TRAINING] += 1
         return current.result()
 

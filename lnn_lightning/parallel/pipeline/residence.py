@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from lnn_lightning.parallel.pipeline.ownership import Ownership
 from lnn_lightning.parallel.pipeline.plans import PlanBook
 from lnn_lightning.parallel.pipeline.schedules import Placement
 from lnn_lightning.parallel.pipeline.slices import slices_of
+from lnn_lightning.parallel.reduction import reduction_dtype
 from lnn_lightning.parallel.step.materialize import materialize
 from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors, replace_tensors, stand_in_for
+from lnn_lightning.parallel.tensor.axis import reduced_shape
 from lnn_lightning.parallel.tensor.install import TensorSharding
 
 
@@ -40,6 +42,7 @@ class Residence:
         self.tensor: TensorSharding | None = None
         self._guards: list[Any] = []
         self.sharding: Sharding | None = None
+        self._copied: dict[int, Tensor] = {}
         self._ranks = {
             name: tuple(sorted({placement.rank_of(stage) for stage in stages}))
             for name, stages in ownership.tensors.items()
@@ -123,10 +126,10 @@ class Residence:
         """Whether each tensor rank holds a part of its own of a parameter."""
         return self.tensor is not None and name in self.tensor.plan.specs
 
-    def settle_gradients(self) -> None:
+    def settle_gradients(self, reduce_dtype: torch.dtype | None = None) -> None:
         """Makes the gradients of parameters that all tensor ranks hold equal on them."""
         if self.tensor is not None:
-            self.tensor.settle_gradients(local_of)
+            self.tensor.settle_gradients(local_of, reduce_dtype)
 
     def check_replicas(self) -> None:
         """Compares what all tensor ranks hold, bit by bit. Collective over them.
@@ -144,14 +147,23 @@ class Residence:
                 "`gradient_clip_val`, which know all of them), a random number, or a callback that depends on the rank."
             )
 
+    def optimized_as(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Tells what optimizers hold in place of parameters, or of pieces of them: (parameter, copy)."""
+        self._copied = {id(copy): parameter for parameter, copy in copies}
+        self.__dict__.pop("_counted", None)
+
+    def copied(self, parameter: Tensor) -> Tensor:
+        """What an optimizer's parameter is a copy of; itself, if it is none."""
+        return self._copied.get(id(parameter), parameter)
+
     def names_by_id(self) -> dict[int, str]:
         """``id(parameter)`` -> its first name, for the module's parameters and the pieces that optimizers hold."""
         names = {id(parameter): name for name, parameter in self.root.named_parameters()}
         if self.sharding is not None:
             names |= {id(shard.local): shard.name for shard in self.sharding.shards}
-        return names
+        return names | {copy: names[id(parameter)] for copy, parameter in self._copied.items()}
 
-    def sum_shared_gradients(self) -> None:
+    def sum_shared_gradients(self, reduce_dtype: torch.dtype | None = None) -> None:
         """Adds up the gradients of parameters that several ranks of the pipeline use."""
         for name, parameter in self.root.named_parameters():
             ranks = self.ranks_of(name)
@@ -159,7 +171,9 @@ class Residence:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=self.mesh.pipeline_subgroup(ranks))
+            summed = parameter.grad.to(reduction_dtype(parameter.dtype, reduce_dtype))
+            dist.all_reduce(summed, group=self.mesh.pipeline_subgroup(ranks))
+            parameter.grad.copy_(summed)
 
     def synchronize_buffers(self) -> None:
         """Gives all data ranks the buffers of the first, as DistributedDataParallel does before each forward."""
@@ -197,26 +211,30 @@ class Residence:
         """The whole of a parameter, or of optimizer state of its shape. Collective over the ranks that divide it."""
         return value if self.tensor is None or name is None else self.tensor.whole(name, value)
 
-    def local(self, name: str | None, value: Tensor) -> Tensor:
-        """This rank's part of a whole parameter, or of an optimizer's state of its shape."""
-        return value if self.tensor is None or name is None else self.tensor.local(name, value)
+    def local(self, name: str | None, value: Tensor, reduced: Sequence[int] = ()) -> Tensor:
+        """This rank's part of a whole parameter, or of an optimizer's state of its shape but for reduced dimensions."""
+        return value if self.tensor is None or name is None else self.tensor.local(name, value, reduced)
 
     def whole_shape(self, name: str | None, value: Tensor) -> tuple[int, ...]:
         """Shape of the whole of a tensor of the module."""
         divided = name is not None and self.tensor is not None and name in self.tensor.plan.specs
         return self.tensor.plan.shapes[name] if divided else tuple(value.shape)  # type: ignore[union-attr, index]
 
-    def pieces(self, name: str | None, value: Tensor) -> Pieces:
+    def pieces(self, name: str | None, value: Tensor, reduced: Sequence[int] = ()) -> Pieces:
         """The slices that this rank holds of a tensor of the module, or of optimizer state of its shape.
 
         Args:
             name: first name of the parameter or buffer.
             value: as the module has it; the slices share its memory.
+            reduced: dimensions of the parameter along which the state is a statistic, of one element.
         """
         held = tuple(value.shape)
-        if self.tensor is None or name is None or not self.is_divided(name) or held != self.tensor.local_shape(name):
+        if self.tensor is None or name is None or not self.is_divided(name):
             return slices_of(value, held, None)
-        return slices_of(value, self.whole_shape(name, value), self.tensor.spans(name))
+        dim, runs = self.tensor.spans(name)
+        if dim in reduced or held != reduced_shape(self.tensor.local_shape(name), reduced):
+            return slices_of(value, held, None)
+        return slices_of(value, reduced_shape(self.whole_shape(name, value), reduced), (dim, runs))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole state dict on every rank, on the CPU. Collective over the pipeline's ranks."""

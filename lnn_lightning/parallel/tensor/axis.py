@@ -138,6 +138,11 @@ class Spec:
         return len(self.sections) == 1 or all(section % size == 0 for section in self.sections)
 
 
+def reduced_shape(shape: Sequence[int], reduced: Sequence[int]) -> tuple[int, ...]:
+    """The shape of statistics of a tensor, which have one element along the reduced dimensions."""
+    return tuple(1 if dim in reduced else size for dim, size in enumerate(shape))
+
+
 def spans_of_part(spec: Spec, size: int, rank: int) -> list[tuple[int, int, int]]:
     """Where a rank's part lies in the whole: runs of (first index in the part, first in the whole, length).
 

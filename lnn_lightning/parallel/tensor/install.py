@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.reduction import reduction_dtype
 from lnn_lightning.parallel.step.standin import StandInParameter, is_stand_in
 from lnn_lightning.parallel.step.trace import Trace
-from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, join_parts, spans_of_part, take_part
+from lnn_lightning.parallel.tensor.axis import Spec, TensorAxis, join_parts, reduced_shape, spans_of_part, take_part
 from lnn_lightning.parallel.tensor.layers import REPLICATE, Role
 from lnn_lightning.parallel.tensor.modules import (
     LayerRole,
@@ -77,10 +78,12 @@ class TensorSharding:
             return part
         return join_parts(self.outside.all_gather(part.detach()), spec)
 
-    def local(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole parameter, gradient or state of this name."""
+    def local(self, name: str, whole: Tensor, reduced: Sequence[int] = ()) -> Tensor:
+        """This rank's part of a whole parameter, gradient or state of this name (one element along reduced dims)."""
         spec = self.plan.specs.get(name)
-        return whole if spec is None or tuple(whole.shape) != self.plan.shapes[name] else self.part(spec, whole)
+        if spec is None or spec.dim in reduced or whole.shape != reduced_shape(self.plan.shapes[name], reduced):
+            return whole
+        return self.part(spec, whole)
 
     def spans(self, name: str) -> tuple[int, list[tuple[int, int, int]]]:
         """The divided dimension of a parameter and where this rank's part of it lies in the whole."""
@@ -91,7 +94,7 @@ class TensorSharding:
         """Shape of a rank's part of a divided parameter."""
         return torch.Size(self.plan.specs[name].part_shape(self.plan.shapes[name], self.outside.size))
 
-    def settle_gradients(self, local_of: Callable[[Tensor], Tensor]) -> None:
+    def settle_gradients(self, local_of: Callable[[Tensor], Tensor], reduce_dtype: torch.dtype | None = None) -> None:
         """Makes the gradients of whole parameters equal on all tensor ranks, in one all-reduce a dtype.
 
         Partial ones (each rank used the parameter on its part of the values alone) are added up. Others are equal but
@@ -99,6 +102,7 @@ class TensorSharding:
 
         Args:
             local_of: what this data rank has of a tensor.
+            reduce_dtype: in which the ranks' gradients are added up; None: see :func:`reduction_dtype`.
         """
         by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, bool]]] = {}
         for name, parameter in self.root.named_parameters():
@@ -108,9 +112,11 @@ class TensorSharding:
                 continue
             partial, gradient = name in self.plan.partial, local_of(parameter.grad)
             by_kind.setdefault((gradient.dtype, gradient.device), []).append((gradient, partial))
-        for pairs in by_kind.values():
+        for (dtype, _), pairs in by_kind.items():
             gradients = [gradient for gradient, _ in pairs]
-            flat = torch.cat([(each if partial else each / self.outside.size).reshape(-1) for each, partial in pairs])
+            wide = reduction_dtype(dtype, reduce_dtype)
+            shares = [(each.to(wide), 1 if partial else self.outside.size) for each, partial in pairs]
+            flat = torch.cat([(each if size == 1 else each / size).reshape(-1) for each, size in shares])
             dist.all_reduce(flat, group=self.outside.group)
             for gradient, settled in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
                 gradient.copy_(settled.view(gradient.shape))

@@ -1,0 +1,39 @@
+"""Gradient scales of blocks, put around the steps of an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lnn_lightning.optim.block_scales import BlockScales, scaled_blocks
+from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.pipeline.engine import PipelineEngine
+from lnn_lightning.precision import MeshMixedPrecision
+
+
+def scale_blocks(engine: PipelineEngine, plugin: Any, device: torch.device) -> None:
+    """Gives the blocks of a divided module gradient scales, once, if the precision plugin asks for them.
+
+    Raises:
+        StepError: the strategy divides gradients in a way that scales of blocks do not follow.
+    """
+    settings = plugin.gradient_scales if isinstance(plugin, MeshMixedPrecision) else None
+    if settings is None or any(isinstance(extension, BlockScales) for extension in engine.extensions):
+        return
+    way_out = None
+    if engine.sharding is not None:
+        way_out = "`zero_stage` 0 or 1: gradients of sharded parameters are made by torch's `fully_shard`"
+    elif engine.placement.kind.splits_backward:
+        way_out = "the schedule 1f1b or interleaved: a backward in two halves has no end of a block"
+    if way_out is not None:
+        raise StepError(f"`gradient_scales` of blocks need {way_out}. Or leave `gradient_scales` out.")
+    trace = engine._trace
+    elsewhere = {*trace.tail_parameters, *trace.everywhere}.union(*(call.glue_parameters for call in trace.calls))
+    blocks = scaled_blocks(engine.root, engine.book.units.names, elsewhere)
+    group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    scales = BlockScales(blocks, settings, device, group)
+    engine.extensions.insert(0, scales)  # what runs again within a block's backward is inside of the scale
+    assert plugin.scaler is not None
+    plugin.scaler.blocks = scales
