@@ -16,15 +16,24 @@ from typing_extensions import override
 
 from lnn_lightning.memory.offload.optimizer import OffloadedOptimizer
 from lnn_lightning.memory.offload.overlap import UpdateWaits, names_within
-from lnn_lightning.memory.offload.settings import Offload
+from lnn_lightning.memory.offload.settings import Offload, OffloadError
 from lnn_lightning.memory.offload.store import Store, check_bandwidth, open_store
 from lnn_lightning.optim.cuts import KnowsCuts
 from lnn_lightning.parallel.exchange import agree
 from lnn_lightning.parallel.layout import DATA, TENSOR
-from lnn_lightning.precision import MeshDoublePrecision, MeshPrecision, loss_scale
+from lnn_lightning.precision import (
+    MeshDoublePrecision,
+    MeshHalfPrecision,
+    MeshMixedPrecision,
+    MeshPrecision,
+    loss_scale,
+)
 from lnn_lightning.strategies.between import AROUND_STEPS, IN_STEP, SettledFirst, unseen, watchers
 from lnn_lightning.strategies.leaves import plain_optimizer
 from lnn_lightning.strategies.running import StepHooks
+
+_PLAIN = (MeshPrecision, MeshDoublePrecision, MeshMixedPrecision, MeshHalfPrecision)
+"""Precision plugins that leave gradients as they are, without a scaler."""
 
 
 class OffloadHooks(StepHooks):
@@ -129,8 +138,9 @@ class OffloadHooks(StepHooks):
         reasons = watchers(trainer, IN_STEP)
         if trainer.gradient_clip_val:
             reasons.append("clipping")
-        if type(self.precision_plugin) not in (MeshPrecision, MeshDoublePrecision):
-            reasons.append("what precision plugins do with gradients")
+        plugin = self.precision_plugin
+        if type(plugin) not in _PLAIN or any(getattr(plugin, each, None) for each in ("scaler", "gradient_scales")):
+            reasons.append("what the precision plugin does with gradients")
         if self.mesh.size(DATA) > 1 or self.mesh.size(TENSOR) > 1:
             reasons.append("other ranks")
         if any(optimizer.behaviour.counts for optimizer in self._waits.optimizers) if self._waits else True:
