@@ -68,7 +68,8 @@ class OffloadHooks(StepHooks):
         except Exception as caught:  # noqa: BLE001 - told to all ranks
             error = caught
         agree(error, dist.group.WORLD, self.root_device)
-        self._attach(trainer, settings, made)
+        if settings.in_file or self.root_device.type != "cpu":  # else it stays where it is
+            self._attach(trainer, settings, made)
         self.optimizers = self.optimizers  # Lightning's wrappers copy the attributes of what they wrap
 
     def _refuse_collective(self) -> None:
@@ -116,7 +117,7 @@ class OffloadHooks(StepHooks):
                 f"The offloaded optimizer ends its step before anything else runs, not beside the next forward, as "
                 f"{', '.join(dict.fromkeys(reasons))} could see parameters in between."
             )
-        self._early = self._overlaps and not self._against_early(trainer)
+        self._early = self._may_begin_in_backward(trainer, offloaded)
         if self._early:
             residence = engine.residence
             self._waits.arm([p for name, p in module.named_parameters() if residence.ranks_of(name) == (engine.rank,)])
@@ -133,21 +134,18 @@ class OffloadHooks(StepHooks):
             reasons.append("ZeRO, which sends new values to other ranks,")
         return reasons
 
-    def _against_early(self, trainer: pl.Trainer) -> list[str]:
-        """Why parameters may not be updated within backward."""
-        reasons = watchers(trainer, IN_STEP)
-        if trainer.gradient_clip_val:
-            reasons.append("clipping")
-        plugin = self.precision_plugin
-        if type(plugin) not in _PLAIN or any(getattr(plugin, each, None) for each in ("scaler", "gradient_scales")):
-            reasons.append("what the precision plugin does with gradients")
-        if self.mesh.size(DATA) > 1 or self.mesh.size(TENSOR) > 1:
-            reasons.append("other ranks")
-        if any(optimizer.behaviour.counts for optimizer in self._waits.optimizers) if self._waits else True:
-            reasons.append("the optimizer's counters")
-        if any(each._optimizer_step_pre_hooks for each in map(plain_optimizer, self.optimizers)):
-            reasons.append("hooks of the optimizer")
-        return reasons
+    def _may_begin_in_backward(self, trainer: pl.Trainer, offloaded: list[OffloadedOptimizer]) -> bool:
+        """Whether nothing looks at a gradient, or changes it, between backward and the optimizer's step."""
+        plugin, mesh = self.precision_plugin, self.mesh
+        return (
+            self._overlaps
+            and not watchers(trainer, IN_STEP)
+            and not trainer.gradient_clip_val
+            and type(plugin) in _PLAIN
+            and not any(getattr(plugin, each, None) for each in ("scaler", "gradient_scales"))
+            and mesh.size(DATA) == mesh.size(TENSOR) == 1
+            and not any(each.behaviour.counts or each.optimizer._optimizer_step_pre_hooks for each in offloaded)
+        )
 
     # ---------------------------------------------------------------- while it trains
 
@@ -202,6 +200,8 @@ class OffloadHooks(StepHooks):
             each.reserve()
             each.expose()
         super().load_optimizer_state_dict(checkpoint)
+        for each in self._waits.optimizers if self._waits is not None else ():
+            each.conceal()
         self._release()
 
     def _end_offload(self) -> None:

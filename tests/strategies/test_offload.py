@@ -77,6 +77,19 @@ class Small(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Detached(nn.Linear):
+    """Uses its weight once more, where autograd does not know of it and sees it last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.data) * 0.1 + super().forward(x)
+
+
+class WithDetached(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Detached(40, 40) for _ in range(4))
+
+
 class LooksAfterTheStep(Small):
     def on_train_batch_end(self, *_: Any) -> None:
         self.seen.append(float(self.blocks[2].weight.sum()))
@@ -142,6 +155,7 @@ SCENARIOS: dict[str, tuple[type[Small], dict[str, Any], bool, bool]] = {
     # module, options, whether work goes on behind a step, whether parameters are updated in backward
     "plain": (Small, {"limit_val_batches": 0}, True, True),
     "micro-batches": (Small, {"limit_val_batches": 0, "layout": {"microbatches": 2}}, True, True),
+    "detached": (WithDetached, {"limit_val_batches": 0}, True, True),
     "validation": (Small, {"val_check_interval": 3}, True, True),
     "clipping": (Small, {"gradient_clip_val": 0.01}, True, False),
     "accumulation": (Small, {"accumulate_grad_batches": 2}, True, False),
