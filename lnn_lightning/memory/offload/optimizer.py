@@ -88,7 +88,7 @@ class OffloadedOptimizer:
         now = snapshot(self.optimizer)
         known: dict[tuple[int, int, torch.dtype], Mapping[str, torch.dtype]] = {}
         for number, parameter in self.parameters():
-            if self.stays(parameter) or id(parameter) in self._homes:
+            if self.stays(parameter) or id(parameter) in self._homes or not parameter.requires_grad:
                 continue
             kind = (number, parameter.dim(), parameter.dtype)
             if kind not in known:
