@@ -4,8 +4,9 @@ One loss scale must keep the largest gradient of a deep model below fp16's large
 smallest. Here the gradient is multiplied by a block's own scale where it enters the block's backward and divided by it
 where it leaves, the gradients of the block's parameters included: inside, where autocast computes in fp16, each block
 uses the range of fp16 by itself. Between blocks it flows as the module has it there, in fp32 for a residual stream in
-fp32. What overflows in a block is not handed to the blocks before it; that block's scale is lowered, the loss scale
-stays, and the step is skipped.
+fp32; to a block that returns fp16 it comes in fp16, at the loss scale alone. What overflows in a block is not handed to
+the blocks before it; that block's scale is lowered, the loss scale stays, and the step is skipped. A block must get
+what it computes with as arguments and hand on what it computes by returning it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.extension import Body, StepExtension, UnitRun
+from lnn_lightning.parallel.step.tree import tree_map, tree_tensors
 from lnn_lightning.parallel.tensor.sharded import Sharded, like
 
 
@@ -79,6 +81,7 @@ class BlockScales(StepExtension):
         """By block, and at last outside of all: whether something was not finite since the last optimizer step."""
         self._agreed: list[float] = []
         self._hooked: set[int] = set()
+        self._looked_at: set[str] = set()
         self._active = False
 
     # ---------------------------------------------------------------- in a step
@@ -100,10 +103,12 @@ class BlockScales(StepExtension):
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
                 parameter.register_hook(partial(self._of_parameter, name))
-        leaving = partial(_through, _Leave, self, name, run.call.in_place)
-        args, kwargs = tree_map_only(Tensor, leaving, (args, kwargs))
-        # glue may change in place what a block returns
-        return tree_map_only(Tensor, partial(_through, _Enter, self, name, True), body(*args, **kwargs))
+        args, kwargs = tree_map(partial(_through, _Leave, self, name, run.call.in_place), (args, kwargs))
+        out = body(*args, **kwargs)
+        if run.call.unit not in self._looked_at:
+            self._looked_at.add(run.call.unit)
+            _refuse_left_behind(run.call.unit, run.unit)
+        return tree_map(partial(_through, _Enter, self, name, True), out)  # glue may change it in place
 
     def _of_parameter(self, name: str, gradient: Tensor) -> Tensor | None:
         if not self._active:
@@ -160,11 +165,11 @@ class BlockScales(StepExtension):
             if overflowed:
                 self.scales[name] *= settings.backoff_factor
                 self._good[name] = 0
-            elif not any(blocks):
-                self._good[name] += 1
-                if self._good[name] == settings.growth_interval:
-                    self.scales[name] = min(self.scales[name] * settings.growth_factor, _LARGEST)
-                    self._good[name] = 0
+                continue
+            self._good[name] += 1
+            if self._good[name] >= settings.growth_interval:
+                self.scales[name] = min(self.scales[name] * settings.growth_factor, _LARGEST)
+                self._good[name] = 0
         return any(blocks)
 
     def state_dict(self) -> dict[str, Any]:
@@ -202,6 +207,21 @@ def scaled_blocks(root: nn.Module, blocks: Sequence[str], used_elsewhere: set[st
     return [block for block in blocks if own(block)]
 
 
+def _refuse_left_behind(name: str, unit: nn.Module) -> None:
+    """A gradient that enters a block by another way than what it returned would not be scaled.
+
+    Raises:
+        StepError: the block keeps a value (an auxiliary loss) that such a gradient could come from.
+    """
+    for inner, module in unit.named_modules(prefix=name):
+        for attribute, value in vars(module).items():
+            if any(tensor.grad_fn is not None for tensor in tree_tensors(value)):
+                raise StepError(
+                    f"{inner!r} keeps a value with gradients in its attribute {attribute!r}. With `gradient_scales` a "
+                    "block must hand on all it computes by returning it. Return it, or leave `gradient_scales` out."
+                )
+
+
 class _Leave(torch.autograd.Function):
     """Before a block; in backward the last."""
 
@@ -223,8 +243,8 @@ class _Enter(_Leave):
         return ctx.scales.entered(ctx.name, gradient), None, None, None
 
 
-def _through(function: type[_Leave], scales: BlockScales, name: str, copy: bool, value: Tensor) -> Tensor:
-    if not value.requires_grad or not value.is_floating_point():
+def _through(function: type[_Leave], scales: BlockScales, name: str, copy: bool, value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.requires_grad or not value.is_floating_point():
         return value
     with torch._C.DisableTorchFunctionSubclass():
         result = function.apply(value, scales, name, copy)

@@ -62,7 +62,7 @@ class MeshPrecision(Precision):
             scaler.agreement = agreement
 
     def _agreed(self) -> None:
-        """Behind the agreement is known: the device, too."""
+        """Called when the agreement, and with it the device, is known."""
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -84,7 +84,8 @@ class MeshHalfPrecision(MeshPrecision, HalfPrecision):
 
     With ``master_weights`` the optimizer works on fp32 copies of what this rank updates, and so its own state is fp32
     too. Gradients are in ``parameter.grad`` until they are clipped or the optimizer steps (with a scaler, until they
-    are unscaled); then they move into the copies, which are what the optimizer's groups hold.
+    are unscaled); then they move into the copies, which are what the optimizer's groups hold: code of the user's own
+    that clips or looks at ``parameter.grad`` does so before, or uses the groups.
 
     Args:
         precision: which.

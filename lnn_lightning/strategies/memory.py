@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 
+from lnn_lightning.memory.recompute import Recompute, recompute_extension
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
 from lnn_lightning.parallel.step.extension import StepExtension
 from lnn_lightning.strategies.offloading import OffloadHooks
@@ -15,7 +16,7 @@ class MemoryHooks(OffloadHooks):
     """Recomputation, compression and offloading of a strategy."""
 
     if TYPE_CHECKING:
-        _recompute: Any
+        _recompute: Recompute
         _activation_compression: Any
 
     _extended: PipelineEngine | None = None
@@ -28,7 +29,14 @@ class MemoryHooks(OffloadHooks):
             self.engine.extensions.extend([*self._recomputing(), *self._packing(), *self._fetching()])
 
     def _recomputing(self) -> list[StepExtension]:
-        return []
+        engine = self.engine
+        stages = {
+            stage: [name for name, owners in engine.ownership.units.items() if stage in owners]
+            for stage in engine.stages
+        }
+        sharded = engine.sharding is not None
+        made = recompute_extension(self._recompute, engine.root, engine.book.units, stages, sharded)
+        return [made] if made is not None else []
 
     def _packing(self) -> list[StepExtension]:
         return []

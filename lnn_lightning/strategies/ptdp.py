@@ -19,6 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lnn_lightning.memory.offload.settings import Offload
+from lnn_lightning.memory.recompute import Recompute, check_recompute
 from lnn_lightning.parallel.data.settings import ZeroSettings
 from lnn_lightning.parallel.data.shards import is_sharded
 from lnn_lightning.parallel.errors import LayoutError, StepError
@@ -93,6 +94,9 @@ class PTDPStrategy(MemoryHooks, DataHooks):
         reshard_between_microbatches: (``zero_stage=3``) free whole parameters behind the forward of every micro-batch;
             otherwise a step of several micro-batches gathers them once.
         offload: training state in host memory or in files (docs/memory.md); None: where it is computed with.
+        recompute: compute again in backward what the blocks would keep for it, with the same numbers: ``"full"``: every
+            block; n: the first of every n blocks of a stage; ``"selective"``: the core of attention alone (Korthikanti
+            et al. 2022, arXiv 2205.05198); ``"auto"``: as many checkpoints a stage as hold the least memory.
         evaluation_microbatches: the same as ``microbatches`` for validation, test and prediction. One gives exactly the
             results of one process.
         async_save: let training go on while a checkpoint is written, from a copy in host memory. The next save and the
@@ -124,7 +128,7 @@ class PTDPStrategy(MemoryHooks, DataHooks):
         check_replicas: bool = False,
         zero_stage: int = 0,
         reshard_between_microbatches: bool = False,
-        recompute: Any = None,
+        recompute: Recompute = None,
         activation_compression: Any = None,
         offload: Offload | None = None,
         evaluation_microbatches: int = 1,
@@ -168,6 +172,7 @@ class PTDPStrategy(MemoryHooks, DataHooks):
             sequence_parallel,
             None if tensor_parallel_plan == "auto" else tensor_parallel_plan,
         )
+        check_recompute(recompute)
         self._recompute = recompute
         self._activation_compression = activation_compression
         self._offload = offload

@@ -300,7 +300,7 @@ class ResumeHooks(IntactHooks):
         """Master weights of a checkpoint go to those of the run."""
         masters = masters_of(optimizer)
         if masters is not None:
-            if (missing := masters.load(names, by_name)) and by_name:
+            if missing := masters.load(names, by_name):
                 rank_zero_warn(
                     f"The checkpoint has no master weights of {len(missing)} parameter(s), the first {missing[0]!r}: "
                     "they start from the parameters, which are rounded."

@@ -32,6 +32,10 @@ def scale_blocks(engine: PipelineEngine, plugin: Any, device: torch.device) -> N
     trace = engine._trace
     elsewhere = {*trace.tail_parameters, *trace.everywhere}.union(*(call.glue_parameters for call in trace.calls))
     blocks = scaled_blocks(engine.root, engine.book.units.names, elsewhere)
+    everywhere: list[Any] = [blocks] * dist.get_world_size()
+    dist.all_gather_object(everywhere, blocks)  # a rank sees hooks on the parameters that it holds
+    writing = {call.group for call in trace.calls if call.writes}  # hands on what it computes in other ways
+    blocks = [block for block in blocks if block not in writing and all(block in others for others in everywhere)]
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
     scales = BlockScales(blocks, settings, device, group)
     engine.extensions.insert(0, scales)  # what runs again within a block's backward is inside of the scale

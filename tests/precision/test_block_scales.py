@@ -19,7 +19,8 @@ from tests.helpers.reference import quiet_trainer, relative_error
 from tests.precision.test_masters import CLASSES, LAYOUTS, WIDTH, Shares
 
 DEPTH, SHRINKS = 10, 0.02
-QUICK = BlockScaling(growth_factor=8.0, growth_interval=1)
+QUICK = BlockScaling(growth_factor=2.0**8, backoff_factor=2.0**-8, growth_interval=8)
+STEPS = 72
 ONE: dict[str, Any] = {"microbatches": 2}
 
 
@@ -52,15 +53,14 @@ class Deep(pl.LightningModule):
         return F.cross_entropy(self.head(x).float(), batch[1])
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.trainer.is_last_batch or self.trainer.global_step == self.trainer.max_steps - 1:
-            self.gradients = {
-                name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None and p.grad.numel()
-            }
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is None or scaler.blocks is None or not any(scaler.blocks._agreed):  # the last step not skipped
+            self.gradients = {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
 
     def on_train_batch_end(self, *_: Any) -> None:
         if (scaler := getattr(self.trainer.precision_plugin, "scaler", None)) is not None:
             self.history.append((scaler.get_scale(), dict(scaler.blocks.scales) if scaler.blocks else None))
-        if self.save is not None:
+        if self.save is not None and self.trainer.global_step == STEPS:
             self.trainer.save_checkpoint(self.save)
 
     def configure_optimizers(self) -> Any:
@@ -81,19 +81,21 @@ def fit(
     scaler = MeshGradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
     plugin = MeshMixedPrecision("16-mixed", "cpu", scaler, gradient_scales=scales)
     options: dict[str, Any] = {"precision": "32-true"} if single else {"plugins": [plugin]}
-    trainer = quiet_trainer(PTDPStrategy(**layout), size, max_steps=12, **options)
+    trainer = quiet_trainer(PTDPStrategy(**layout), size, max_steps=STEPS, max_epochs=-1, **options)
     trainer.fit(module, datamodule=Shares(), ckpt_path=resume)
     return module.gradients, module.history, plugin.state_dict()
 
 
 @cache
 def exact() -> dict[str, Tensor]:
-    return launch_ranks(fit, 1, ONE, None, True)[0][0]
+    """Without the embedding: what it returns is fp16, and so is the gradient that comes to it."""
+    gradients = launch_ranks(fit, 1, ONE, None, True)[0][0]
+    return {name: value for name, value in gradients.items() if not name.startswith("embed")}
 
 
 def test_one_scale_underflows_where_scales_of_blocks_do_not() -> None:
     expected = exact()
-    early = [name for name in expected if name.startswith(("blocks.0.", "blocks.1.", "embed"))]
+    early = [name for name in expected if name.startswith(("blocks.0.", "blocks.1."))]
     one, _, _ = launch_ranks(fit, 1, ONE, None)[0]
     assert all(0 < expected[name].abs().max() < 1e-12 for name in early)
     assert all(one[name].abs().max() == 0 for name in early if name.endswith("up.weight"))
@@ -101,18 +103,18 @@ def test_one_scale_underflows_where_scales_of_blocks_do_not() -> None:
     for name, value in expected.items():
         assert relative_error(mine[name] / value.abs().max(), value / value.abs().max()) < 0.02, name
     scales = history[-1][1]
-    assert scales["blocks.0"] > 2.0**24 > scales["head"], "the head has overflowed on the way"
+    assert scales["blocks.0"] > 2.0**30 > scales["head"], "the head has overflowed on the way"
     assert {scale for scale, _ in history} == {2.0**10}, "and the loss scale was not to blame"
 
 
-@pytest.mark.parametrize("name", ["zero1", "pipeline", "tensor"])
+@pytest.mark.parametrize("name", ["data", "pipeline", "tensor"])
 def test_ranks_agree(name: str) -> None:
     expected = exact()
     results = launch_ranks(fit, 2, LAYOUTS[name], QUICK)
     for gradients, history, _ in results:
         assert history == results[0][1]
         for key, value in gradients.items():
-            if value.shape == expected[key].shape:
+            if key in expected and value.shape == expected[key].shape:
                 scale = expected[key].abs().max()
                 assert relative_error(value / scale, expected[key] / scale) < 0.02, key
 

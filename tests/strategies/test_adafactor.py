@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lnn_lightning import Adafactor, PTDPStrategy
 from lnn_lightning.checkpoint import tensor_names
 from lnn_lightning.checkpoint.export import export
-from lnn_lightning.precision import MeshMixedPrecision
+from lnn_lightning.precision import MeshHalfPrecision, MeshMixedPrecision
 from tests.helpers.ranks import launch_ranks
 from tests.helpers.reference import Losses, quiet_trainer, relative_error, share
 from tests.strategies.test_resharding import LENGTH, VOCABULARY, WIDTH, processes
@@ -92,6 +92,8 @@ def train(
     options: dict[str, Any] = {"gradient_clip_val": 0.5, "max_epochs": epochs, "callbacks": [losses]}
     if precision == "16-mixed":
         options["plugins"] = [MeshMixedPrecision("16-mixed", device="cpu")]
+    elif precision == "masters":
+        options["plugins"] = [MeshHalfPrecision("bf16-true", master_weights=True)]
     else:
         options["precision"] = precision
     trainer = quiet_trainer(strategy, world_size, **options)
@@ -99,6 +101,9 @@ def train(
     if save:
         trainer.save_checkpoint(save)
     (optimizer,) = trainer.optimizers
+    if precision == "masters" and layout == LAYOUTS["zero3"]:
+        pieces = [p for group in optimizer.param_groups for p in group["params"]]
+        assert sum(optimizer._describe(p) is not None for p in pieces) > len(pieces) / 2
     states = [leaf for state in optimizer.state.values() for leaf in state.values() if isinstance(leaf, Tensor)]
     assert {leaf.dtype for leaf in states} <= {torch.float64 if precision == "64-true" else torch.float32}
     full = getattr(trainer.strategy, "full_state_dict", module.state_dict)()
@@ -151,9 +156,12 @@ def test_goes_on_under_another_layout(layouts: list[str], tmp_path: Path) -> Non
     assert "optimizer.0.unused.row_var" not in shapes
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-true", "masters"])
 def test_low_precision(precision: str) -> None:
-    """ZeRO 3 computes what ZeRO 1 does; with fp16's first scale the first steps overflow, and are skipped by all."""
+    """ZeRO 3 computes what ZeRO 1 does; with fp16's first scale the first steps overflow, and are skipped by all.
+
+    Master weights are copies of pieces: the optimizer must know how these lie in the whole.
+    """
     found, expected = (launch_ranks(train, 2, LAYOUTS[name], 1, "", "", precision, 1e-4) for name in ("zero3", "zero1"))
     for (losses, state), (expected_losses, expected_state) in zip(found, expected, strict=True):
         assert losses == pytest.approx(expected_losses, rel=1e-2)

@@ -156,6 +156,7 @@ SCENARIOS: dict[str, tuple[type[Small], dict[str, Any], bool, bool]] = {
     "plain": (Small, {"limit_val_batches": 0}, True, True),
     "micro-batches": (Small, {"limit_val_batches": 0, "layout": {"microbatches": 2}}, True, True),
     "detached": (WithDetached, {"limit_val_batches": 0}, True, True),
+    "recomputed": (Small, {"limit_val_batches": 0, "layout": {"recompute": "full"}}, True, True),
     "validation": (Small, {"val_check_interval": 3}, True, True),
     "clipping": (Small, {"gradient_clip_val": 0.01}, True, False),
     "accumulation": (Small, {"accumulate_grad_batches": 2}, True, False),

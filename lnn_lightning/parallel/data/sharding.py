@@ -136,9 +136,10 @@ class Sharding:
             reshard_after_forward=self.settings.stage == 3,
         )
         for module in modules:
-            keep_inside(module, [key for key in module._forward_hooks if key not in before])
             for store in ("_forward_pre_hooks", "_forward_hooks"):
-                self._hooks += [(module, store, key) for key in getattr(module, store) if key not in before]
+                made = [key for key in getattr(module, store) if key not in before]
+                keep_inside(module, made)
+                self._hooks += [(module, store, key) for key in made]
         assert isinstance(modules[0], FSDPModule)
         return modules[0]
 

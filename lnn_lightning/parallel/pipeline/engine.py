@@ -287,7 +287,7 @@ class PipelineEngine:
                     self._during_backward,
                     self._before_last_backward,
                     self._before_backward,
-                    may_split=self.sharding is None,
+                    may_split=self.sharding is None and all(each.may_split for each in self.extensions),
                 )
                 for stage in self.stages
             ]

@@ -24,12 +24,14 @@ class UnitRun:
         index: number of the micro-batch.
         call: the traced call.
         unit: the module.
+        hooked: the call runs the unit's hooks (it does not go straight to ``forward``).
     """
 
     stage: int
     index: int
     call: Call
     unit: nn.Module
+    hooked: bool = True
 
 
 class StepExtension:
@@ -37,7 +39,12 @@ class StepExtension:
 
     Does nothing; :mod:`lnn_lightning.memory` has the real ones. The engine calls them in the order of its list, the
     first one outermost.
+
+    Attributes:
+        may_split: the backward of inputs and of weights may be made apart (zero bubble).
     """
+
+    may_split = True
 
     def begin(self, parts: int, training: bool) -> None:
         """Before the first forward of a step of so many micro-batches."""

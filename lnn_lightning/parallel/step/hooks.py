@@ -20,7 +20,7 @@ _kept: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
 
 def keep_inside(unit: nn.Module, hooks: Iterable[int]) -> None:
-    """These forward hooks (by id) belong to the computation of the unit (sharding): they run with it alone."""
+    """These forward hooks and pre-hooks (by id) belong to the unit's computation (sharding): they run with it alone."""
     _kept[unit] = _kept.get(unit, frozenset()) | frozenset(hooks)
 
 
@@ -32,19 +32,42 @@ def outer_hooks(unit: nn.Module) -> list[int]:
 
 def runs_hooks(unit: nn.Module, original: Callable[..., Any]) -> bool:
     """Whether a call would run forward hooks: there are some, and it does not go straight to ``forward``."""
-    return getattr(original, "__name__", "") == "_call_impl" and bool(outer_hooks(unit))
+    return is_call(original) and bool(outer_hooks(unit))
+
+
+def is_call(original: Callable[..., Any]) -> bool:
+    """Whether a call of a unit runs its hooks: it does not go straight to ``forward``."""
+    return getattr(original, "__name__", "") == "_call_impl"
 
 
 @contextmanager
-def hooks_set_aside(unit: nn.Module) -> Iterator[None]:
+def hooks_set_aside(unit: nn.Module, store: str = "_forward_hooks") -> Iterator[None]:
     """The unit has no forward hooks inside, but those of its own computation."""
-    hooks = unit._forward_hooks
+    hooks = unit.__dict__[store]
     kept = _kept.get(unit, frozenset())
-    unit.__dict__["_forward_hooks"] = OrderedDict((key, hook) for key, hook in hooks.items() if key in kept)
+    unit.__dict__[store] = OrderedDict((key, hook) for key, hook in hooks.items() if key in kept)
     try:
         yield
     finally:
-        unit.__dict__["_forward_hooks"] = hooks
+        unit.__dict__[store] = hooks
+
+
+def run_pre_hooks(unit: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Runs the forward pre-hooks that are not part of the unit's computation, as ``nn.Module.__call__`` does.
+
+    Returns:
+        The arguments that they leave.
+    """
+    kept = _kept.get(unit, frozenset())
+    for key, hook in list(unit._forward_pre_hooks.items()):
+        if key in kept:
+            continue
+        if key in unit._forward_pre_hooks_with_kwargs:
+            if (changed := hook(unit, args, kwargs)) is not None:
+                args, kwargs = changed
+        elif (changed := hook(unit, args)) is not None:
+            args = changed if isinstance(changed, tuple) else (changed,)
+    return args, kwargs
 
 
 def run_hooks(unit: nn.Module, args: Any, kwargs: Any, out: Any, absent: bool) -> Any:

@@ -19,11 +19,12 @@ class CheckpointRegions:
 
     Attributes:
         current: number of the checkpoint that runs; None: none.
+        count: how many there have been.
     """
 
     def __init__(self) -> None:
         self.current: int | None = None
-        self._count = 0
+        self.count = 0
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -57,8 +58,8 @@ class CheckpointRegions:
     def _enter(self) -> int | None:
         outer = self.current
         if outer is None:
-            self.current = self._count
-            self._count += 1
+            self.current = self.count
+            self.count += 1
         return outer
 
 

@@ -52,6 +52,17 @@ def nothing_left_behind(root: nn.Module) -> Iterator[None]:
                 cache.cache_clear()
 
 
+@contextmanager
+def attributes_preserved(root: nn.Module) -> Iterator[None]:
+    """Puts back attributes of all sub-modules on exit, and the items of those that are lists and dicts."""
+    attributes = [(module, _attributes(module)) for module in root.modules()]
+    try:
+        yield
+    finally:
+        for module, before in attributes:
+            _restore_attributes(module, before)
+
+
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Name -> (object, copy of its items if it is a list or dict)."""
     return {

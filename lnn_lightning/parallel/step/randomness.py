@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -85,6 +85,15 @@ def is_random(func: Any) -> bool:
 @contextmanager
 def preserved_generators(root: nn.Module) -> Iterator[None]:
     """Puts back generators that modules keep as attributes (torch's, numpy's, Python's) on exit."""
+    put_back = generators_as_now(root)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def generators_as_now(root: nn.Module) -> Callable[[], None]:
+    """Makes a function that puts the generators that modules keep as attributes into the state of now."""
     numpy = sys.modules.get("numpy")
     kept: list[tuple[Any, Any]] = []
     for module in root.modules():
@@ -97,8 +106,28 @@ def preserved_generators(root: nn.Module) -> Iterator[None]:
                 kept.append((value.set_state, value.get_state()))
             elif numpy is not None and isinstance(value, numpy.random.Generator):
                 kept.append((partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
-    try:
-        yield
-    finally:
-        for put_back, state in kept:
-            put_back(state)
+
+    def put_back() -> None:
+        for set_state, state in kept:
+            set_state(state)
+
+    return put_back
+
+
+def random_as_now(device: torch.device) -> Callable[[], None]:
+    """Makes a function that puts all global generators into the state of now."""
+    numpy = sys.modules.get("numpy")
+    python_state, cpu_state = random.getstate(), torch.get_rng_state()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    module = torch.get_device_module(device.type) if device.type != "cpu" else None
+    device_state = module.get_rng_state(device) if module is not None else None
+
+    def put_back() -> None:
+        random.setstate(python_state)
+        torch.set_rng_state(cpu_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        if module is not None:
+            module.set_rng_state(device_state, device)
+
+    return put_back

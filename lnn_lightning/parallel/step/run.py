@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lnn_lightning.parallel.errors import AbsentValueError, StepError
 from lnn_lightning.parallel.step.extension import Body, StepExtension, UnitRun
 from lnn_lightning.parallel.step.glue import GlueMode, glue_mode
-from lnn_lightning.parallel.step.hooks import hooks_set_aside, run_hooks, runs_hooks
+from lnn_lightning.parallel.step.hooks import hooks_set_aside, is_call, run_hooks, runs_hooks
 from lnn_lightning.parallel.step.patching import patched_calls
 from lnn_lightning.parallel.step.plan import Plan
 from lnn_lightning.parallel.step.randomness import reseed, seed_of
@@ -87,7 +87,7 @@ class _Run:
             return original(*args, **kwargs)
 
         seed, device = self.seed, self.plan.device
-        run = UnitRun(self.stage, self.index, call, unit)
+        run = UnitRun(self.stage, self.index, call, unit, is_call(original))
         for extension in reversed(self._extensions):
             body = partial(_extended, extension, run, body)
         return body

@@ -30,6 +30,7 @@ from lnn_lightning.parallel.step.tracker import (
     Tracker,
     UnitWatch,
     address_of,
+    bytes_of,
     numbers_in,
 )
 from lnn_lightning.parallel.step.tree import Unflatten, tree_flatten, tree_leaves
@@ -63,6 +64,9 @@ class Call:
         region: number of the glue-level checkpoint it is called in; None: in none.
         writes: it adds to, or changes, a list or dict that it is given.
         in_place: it changes a tensor that it is given.
+        checkpoints: it uses ``torch.utils.checkpoint`` within.
+        given_bytes: bytes of the tensors it is given.
+        saved_bytes: bytes that autograd keeps within, of neither parameters nor what it is given; 0: not known.
     """
 
     index: int
@@ -79,6 +83,9 @@ class Call:
     region: int | None = None
     writes: bool = False
     in_place: bool = False
+    checkpoints: bool = False
+    given_bytes: int = 0
+    saved_bytes: int = 0
 
 
 @dataclass
@@ -153,6 +160,7 @@ class _Recorder:
             )
         call = Call(len(self.calls), name, self.groups[name], region=self.regions.current)
         self.calls.append(call)
+        checkpoints = self.regions.count
         dependencies = tracker.of((args, kwargs))
         leaves, unflatten = tree_flatten((args, kwargs))
         self._note_inputs(name, leaves, unflatten)
@@ -177,6 +185,9 @@ class _Recorder:
         own = {self.names[id(p)] for p in unit.parameters() if id(p) in self.names}
         call.parameters = call.glue_parameters | own | inside.used
         call.flops, call.random = inside.flops, inside.random
+        call.checkpoints = self.regions.count > checkpoints
+        call.given_bytes = sum(bytes_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        call.saved_bytes = inside.saved_bytes()
         changed = self._note_mutations(call, leaves, fakes, inside)
         call.in_place = bool(changed)
         for address, storage in inside.made.items():
@@ -200,7 +211,7 @@ class _Recorder:
         untouched = [own_object(leaf) for leaf in leaves]
         args, kwargs = given
         try:
-            with self.fake_mode, inside:
+            with self.fake_mode, inside, inside.saving():
                 out = original(*args, **kwargs)
             if inside.flops == 0 and any(isinstance(module, nn.RNNBase) for module in unit.modules()):
                 inside.flops = guess_flops(unit, leaves)

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -110,6 +111,7 @@ class UnitWatch(TorchDispatchMode):
         self.used: set[str] = set()
         self.changed: set[int] = set()
         self.made: dict[int, Any] = {}
+        self.saved: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -128,6 +130,20 @@ class UnitWatch(TorchDispatchMode):
             if isinstance(leaf, FakeTensor) and (address := address_of(leaf)) not in self.given:
                 self.made[address] = leaf.untyped_storage()
         return out
+
+    def saving(self) -> saved_tensors_hooks:
+        """A context in which ``saved`` gets the storages that autograd keeps, but those of parameters and arguments."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            if (address := address_of(tensor)) not in self.given and address not in self.tracker.parameters:
+                self.saved[address] = tensor
+            return tensor
+
+        return saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def saved_bytes(self) -> int:
+        """Bytes of ``saved``."""
+        return sum(bytes_of(tensor) for tensor in self.saved.values())
 
 
 def numbers_in(leaves: list[Any]) -> list[Any]:
@@ -148,6 +164,14 @@ def address_of(tensor: Tensor) -> int:
         return tensor.untyped_storage()._cdata
     except NotImplementedError:  # sparse tensors and the like have no storage
         return id(tensor)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's storage."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except NotImplementedError:  # as above
+        return tensor.numel() * tensor.element_size()
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

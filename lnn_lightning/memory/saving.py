@@ -1,0 +1,59 @@
+"""Tensors kept for backward by hand, the way autograd keeps those it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What packs a tensor that is saved for backward, and what unpacks it again."""
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def hooks_around() -> Hooks:
+    """The saved-tensor hooks that are in force here; they see whatever is kept with them."""
+    around: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return (_as_it_is, _as_it_is) if around is None else around
+
+
+class Kept:
+    """A tensor kept for backward.
+
+    Args:
+        tensor: it; must not be changed in place until it is taken out.
+        hooks: what packs and unpacks it.
+        version: its version when it was saved, if that was not now.
+    """
+
+    __slots__ = ("_packed", "_saved", "_unpack", "_version")
+
+    def __init__(self, tensor: Tensor, hooks: Hooks, version: int | None = None) -> None:
+        self._version = version_of(tensor)
+        self._saved = self._version if version is None else version
+        pack, self._unpack = hooks
+        self._packed = pack(tensor)
+
+    def get(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was changed in place.
+        """
+        now = version_of(self._packed) if self._unpack is _as_it_is else self._version
+        if now != self._saved:
+            raise RuntimeError(
+                "One of the variables needed for gradient computation has been modified by an in-place operation: it "
+                f"is at version {now}; version {self._saved} was saved. Write `x = x + y` for `x += y` there."
+            )
+        return self._unpack(self._packed)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Counts the changes of a tensor in place."""
+    return 0 if tensor.is_inference() else tensor._version
