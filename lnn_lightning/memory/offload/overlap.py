@@ -47,6 +47,7 @@ class UpdateWaits(StepExtension):
         self._arrived: dict[int, int] = {}
         self._usual: set[int] = set()
         self._complete: dict[int, Tensor] = {}
+        self._behind = False
         self._hook: Any = None
         self._mode: _Reads | None = None
         self._handles: list[Any] = []
@@ -102,6 +103,7 @@ class UpdateWaits(StepExtension):
             self.settle()
             return
         self._unwatch()
+        self._behind = True
         self.wait_for(self._outside)
         self._early, self._parts, self._arrived, self._complete = self._may_be_early(), parts, {}, {}
 
@@ -125,6 +127,10 @@ class UpdateWaits(StepExtension):
 
     def backward(self, stage: int, index: int) -> AbstractContextManager[Any]:
         """Around a stage's backward: what the step needs first is read ahead."""
+        if self._behind:
+            self._behind = False  # what no forward has used: its old gradient may be overwritten from here on
+            for optimizer in self.optimizers:
+                optimizer.wait_for([id(parameter) for _, parameter in optimizer.parameters()])
         if not self._early and self._may_read_ahead():
             for optimizer in self.optimizers:
                 optimizer.read_ahead()
