@@ -6,13 +6,14 @@ checkpoint folders.
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lnn_lightning.memory.gist import Gist
 from lnn_lightning.memory.offload.settings import Offload
 from lnn_lightning.optim import Adafactor
 from lnn_lightning.strategies.offload import OffloadStrategy
 from lnn_lightning.strategies.ptdp import PTDPStrategy
 from lnn_lightning.strategies.reading import let_lightning_read_folders
 
-__all__ = ["Adafactor", "Offload", "OffloadStrategy", "PTDPStrategy"]
+__all__ = ["Adafactor", "Gist", "Offload", "OffloadStrategy", "PTDPStrategy"]
 __version__ = "0.1.0"
 
 let_lightning_read_folders()

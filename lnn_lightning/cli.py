@@ -1,4 +1,4 @@
-"""The `lnn-lightning` command: train, validate, test and predict from a YAML file, and export checkpoints."""
+"""The `lnn-lightning` command: train, validate, test and predict from a YAML file; export checkpoints; count memory."""
 
 import argparse
 import os
@@ -10,14 +10,18 @@ from lightning.pytorch.cli import ArgsType, LightningCLI
 import lnn_lightning  # noqa: F401  # registers the names of the strategies
 from lnn_lightning.checkpoint import CheckpointError
 from lnn_lightning.checkpoint.export import export
+from lnn_lightning.commands.memory import memory
 
-_EXPORT = "lnn-lightning export CKPT OUT: writes a checkpoint for others (see lnn-lightning export --help)"
+_OTHERS = (
+    "lnn-lightning export CKPT OUT: writes a checkpoint for others (see lnn-lightning export --help). "
+    "lnn-lightning memory --config FILE: what each rank needs (see lnn-lightning memory --help)"
+)
 
 
 def main(args: ArgsType = None) -> None:
     """Runs one of Lightning's subcommands on the model and the data that the YAML file names by `class_path`.
 
-    `export` is one more.
+    `export` and `memory` are two more.
 
     Args:
         args: The command line, for calls from Python. Processes that Lightning launches for further devices run the
@@ -31,7 +35,9 @@ def main(args: ArgsType = None) -> None:
     # must mean the same in both, and in the processes that the launcher starts by running the script once more.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
-    LightningCLI(save_config_kwargs={"overwrite": True}, parser_kwargs={"epilog": _EXPORT}, args=args)
+    if isinstance(words, list) and words[:1] == ["memory"]:
+        sys.exit(memory(words[1:]))
+    LightningCLI(save_config_kwargs={"overwrite": True}, parser_kwargs={"epilog": _OTHERS}, args=args)
 
 
 def _export(args: Sequence[str]) -> None:

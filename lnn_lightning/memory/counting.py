@@ -44,7 +44,7 @@ def saved_bytes(ignored: Iterable[Tensor] = ()) -> Iterator[SavedBytes]:
             kept.append(storage)
             result.total += storage.nbytes()
             result.by_dtype[tensor.dtype] = result.by_dtype.get(tensor.dtype, 0) + storage.nbytes()
-        return tensor
+        return tensor.detach()  # itself, the result of an operation would keep its own graph alive
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield result

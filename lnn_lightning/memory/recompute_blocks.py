@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lnn_lightning.memory.recompute_state import Before
-from lnn_lightning.memory.saving import Kept, hooks_around
+from lnn_lightning.memory.saving import Kept, device_of, hooks_around
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.extension import Body, UnitRun
 from lnn_lightning.parallel.step.hooks import hooks_set_aside, run_pre_hooks
@@ -80,10 +80,9 @@ class Segment:
         if run.hooked:
             args, kwargs = run_pre_hooks(run.unit, args, kwargs)  # outside, so that they run once
         leaves, unflatten = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        parameter = next(run.unit.parameters(), None)
-        device = next((t.device for t in (*tensors, parameter) if t is not None), torch.device("cpu"))
-        before = Before(run, device)
+        before = Before(
+            run, device_of([*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *run.unit.parameters()])
+        )
         keep = partial(Kept, hooks=hooks_around())
         # objects, a cache say, are to be found as they were
         kept = [self._kept(leaf, keep) if isinstance(leaf, Tensor) else own_object(leaf) for leaf in leaves]
@@ -128,7 +127,7 @@ class Segment:
                 self._values[place] = tensor.detach()
             if count >= len(self._places):
                 raise _Enough
-            return tensor
+            return tensor.detach()  # itself, the result of an operation would keep its own graph alive
 
         try:
             with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -38,7 +38,7 @@ from lnn_lightning.memory.recompute_replay import (
     results_of,
     unpack,
 )
-from lnn_lightning.memory.saving import Hooks, Kept, hooks_around
+from lnn_lightning.memory.saving import Hooks, Kept, device_of, hooks_around
 from lnn_lightning.parallel.step.randomness import is_random
 
 _aten = torch.ops.aten
@@ -138,7 +138,7 @@ class CoreWatch(TorchDispatchMode):
             if packet is None or func._schema.is_mutable:
                 self._spoil(inside)
             return func(*args, **kwargs)
-        random = device_random_as_now(_device_of(given)) if is_random(func) else None
+        random = device_random_as_now(device_of(given)) if is_random(func) else None
         out = func(*args, **kwargs)
         core = self._joined({self._core_of[number] for number in inside})
         self._cores[core].softmax |= packet in _SOFTMAX
@@ -273,11 +273,6 @@ def _is_view(func: Any) -> bool:
 def _is_plain(tensor: Tensor) -> bool:
     """Whether an operation on it is one on its own memory."""
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-
-
-def _device_of(tensors: list[Tensor]) -> torch.device:
-    """Where an operation on them runs: not on the CPU for a single number that lies there."""
-    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:

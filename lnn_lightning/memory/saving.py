@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +31,12 @@ class Kept:
         version: its version when it was saved, if that was not now.
     """
 
-    __slots__ = ("_packed", "_saved", "_unpack", "_version")
+    __slots__ = ("_learns", "_packed", "_saved", "_unpack", "_version")
 
     def __init__(self, tensor: Tensor, hooks: Hooks, version: int | None = None) -> None:
         self._version = version_of(tensor)
         self._saved = self._version if version is None else version
+        self._learns = tensor.requires_grad
         pack, self._unpack = hooks
         self._packed = pack(tensor)
 
@@ -51,9 +52,16 @@ class Kept:
                 "One of the variables needed for gradient computation has been modified by an in-place operation: it "
                 f"is at version {now}; version {self._saved} was saved. Write `x = x + y` for `x += y` there."
             )
-        return self._unpack(self._packed)
+        value = self._unpack(self._packed)
+        # what was packed comes back without a graph, and operations save by whether there is one
+        return value if value.requires_grad == self._learns else value.detach().requires_grad_(self._learns)
 
 
 def version_of(tensor: Tensor) -> int:
     """Counts the changes of a tensor in place."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def device_of(tensors: Sequence[Tensor]) -> torch.device:
+    """Where an operation on them runs: on the CPU only if all of them lie there."""
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))

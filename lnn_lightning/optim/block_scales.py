@@ -108,6 +108,7 @@ class BlockScales(StepExtension):
         if run.call.unit not in self._looked_at:
             self._looked_at.add(run.call.unit)
             _refuse_left_behind(run.call.unit, run.unit)
+            _refuse_other_inputs(run.call.unit, run.unit, (args, kwargs), out)
         return tree_map(partial(_through, _Enter, self, name, True), out)  # glue may change it in place
 
     def _of_parameter(self, name: str, gradient: Tensor) -> Tensor | None:
@@ -220,6 +221,34 @@ def _refuse_left_behind(name: str, unit: nn.Module) -> None:
                     f"{inner!r} keeps a value with gradients in its attribute {attribute!r}. With `gradient_scales` a "
                     "block must hand on all it computes by returning it. Return it, or leave `gradient_scales` out."
                 )
+
+
+def _refuse_other_inputs(name: str, block: nn.Module, arguments: Any, out: Any) -> None:
+    """Gradients leave a block scaled but through its arguments, where they are divided again.
+
+    Raises:
+        StepError: they flow through something else too, which the block has from elsewhere.
+    """
+    inputs = {tensor.grad_fn for tensor in tree_tensors(arguments)}
+    own = {id(parameter) for parameter in block.parameters()}
+    nodes = [tensor.grad_fn for tensor in tree_tensors(out) if tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node in inputs:
+            continue
+        variable = getattr(node, "variable", None)
+        another = issubclass(getattr(node, "_forward_cls", object), _Leave)
+        if another or (isinstance(variable, Tensor) and id(variable) not in own):
+            what = f"shape {tuple(variable.shape)}" if isinstance(variable, Tensor) else "another block"
+            raise StepError(
+                f"{name!r} computes with a value with gradients of {what} that is not among its arguments (a closure, "
+                "an attribute): it would get a gradient with the scale of the block. Pass it as an argument, or leave "
+                "`gradient_scales` out."
+            )
+        following = {function for function, _ in node.next_functions if function is not None} - seen
+        seen |= following
+        nodes += following
 
 
 class _Leave(torch.autograd.Function):

@@ -12,7 +12,7 @@ import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -176,15 +176,36 @@ def _options(group: dict[str, Any], parameters: list[Tensor], memo: dict[int, An
     return {"params": parameters, **options}
 
 
-def _copy_maker(optimizer: Optimizer) -> _Make:
-    def make(groups: _Groups) -> Optimizer:
-        memo: dict[int, Any] = {}
+def copies_onto(
+    optimizer: Optimizer, pieces: Mapping[int, Tensor], groups: _Groups
+) -> tuple[Callable[[], Optimizer], ...]:
+    """Two ways to make an optimizer like one, without its hooks, for other parameters.
+
+    The first has all attributes and no state, the second the state that some constructors make.
+
+    Args:
+        optimizer: any.
+        pieces: ``id`` of each of its parameters -> what stands for it.
+        groups: parameters of the new one's groups.
+    """
+
+    def copied() -> Optimizer:
+        memo: dict[int, Any] = dict(pieces)
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-            by_dims = dict(zip(_dims(group), parameters, strict=True))
-            memo.update({id(p): by_dims[_dims_of(p)] for p in group["params"]})
             memo[id(group["params"])] = parameters
             memo[id(group)] = _options(group, parameters, memo)
         return _copied(optimizer, memo)
+
+    return copied, lambda: _constructor(optimizer)(groups)
+
+
+def _copy_maker(optimizer: Optimizer) -> _Make:
+    def make(groups: _Groups) -> Optimizer:
+        pieces: dict[int, Tensor] = {}
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            by_dims = dict(zip(_dims(group), parameters, strict=True))
+            pieces.update({id(p): by_dims[_dims_of(p)] for p in group["params"]})
+        return copies_onto(optimizer, pieces, groups)[0]()
 
     return make
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
 
+from lnn_lightning.memory.gist import Gist, GistOperations
 from lnn_lightning.memory.recompute import Recompute, recompute_extension
+from lnn_lightning.memory.report import Report
+from lnn_lightning.memory.saved_tensors import SavedTensors
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
 from lnn_lightning.parallel.step.extension import StepExtension
 from lnn_lightning.strategies.offloading import OffloadHooks
@@ -17,7 +21,7 @@ class MemoryHooks(OffloadHooks):
 
     if TYPE_CHECKING:
         _recompute: Recompute
-        _activation_compression: Any
+        _activation_compression: Gist | None
 
     _extended: PipelineEngine | None = None
 
@@ -39,7 +43,17 @@ class MemoryHooks(OffloadHooks):
         return [made] if made is not None else []
 
     def _packing(self) -> list[StepExtension]:
-        return []
+        if self._activation_compression is None:
+            return []
+        buffers = {buffer.untyped_storage()._cdata for buffer in self.engine.root.buffers()}
+        operations = GistOperations(self._activation_compression, _tell)
+        saved = SavedTensors(lambda tensor: tensor.untyped_storage()._cdata in buffers, operations.encoders())
+        operations.attach(saved)
+        return [saved, operations]
 
     def _fetching(self) -> list[StepExtension]:
         return []
+
+
+def _tell(report: Report) -> None:
+    rank_zero_info(f"Kept for the backward of one micro-batch on rank 0:\n{report.table()}")

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
+from lnn_lightning.memory.gist import Gist
 from lnn_lightning.memory.offload.settings import Offload
 from lnn_lightning.memory.recompute import Recompute, check_recompute
 from lnn_lightning.parallel.data.settings import ZeroSettings
@@ -97,6 +98,8 @@ class PTDPStrategy(MemoryHooks, DataHooks):
         recompute: compute again in backward what the blocks would keep for it, with the same numbers: ``"full"``: every
             block; n: the first of every n blocks of a stage; ``"selective"``: the core of attention alone (Korthikanti
             et al. 2022, arXiv 2205.05198); ``"auto"``: as many checkpoints a stage as hold the least memory.
+        activation_compression: :class:`lnn_lightning.Gist`: keep activations in fewer bytes between forward and
+            backward.
         evaluation_microbatches: the same as ``microbatches`` for validation, test and prediction. One gives exactly the
             results of one process.
         async_save: let training go on while a checkpoint is written, from a copy in host memory. The next save and the
@@ -129,7 +132,7 @@ class PTDPStrategy(MemoryHooks, DataHooks):
         zero_stage: int = 0,
         reshard_between_microbatches: bool = False,
         recompute: Recompute = None,
-        activation_compression: Any = None,
+        activation_compression: Gist | None = None,
         offload: Offload | None = None,
         evaluation_microbatches: int = 1,
         async_save: bool = False,
@@ -172,6 +175,8 @@ class PTDPStrategy(MemoryHooks, DataHooks):
             sequence_parallel,
             None if tensor_parallel_plan == "auto" else tensor_parallel_plan,
         )
+        if activation_compression is not None and not isinstance(activation_compression, Gist):
+            raise LayoutError(f"`activation_compression` must be None or Gist(...), got {activation_compression!r}.")
         check_recompute(recompute)
         self._recompute = recompute
         self._activation_compression = activation_compression

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
@@ -57,6 +58,10 @@ def _warn_of_low_precision_state(optimizer: Optimizer) -> None:
             "are rounded away. `plugins=[MeshHalfPrecision(..., master_weights=True)]` of `lnn_lightning.precision` "
             "gives the optimizer fp32 copies; `precision='bf16-mixed'` keeps everything in fp32 and computes in bf16."
         )
+
+
+def _parent_of(owner: Any) -> type:
+    return pl.LightningModule if isinstance(owner, pl.LightningModule) else pl.Callback
 
 
 class ZeroHooks(CheckpointHooks):
@@ -144,6 +149,14 @@ class ZeroHooks(CheckpointHooks):
                     f"{type(callback).__name__} looks for the module's parameters in the optimizer, which has fp32 "
                     "copies of them with `master_weights` or `stochastic_rounding`. Leave these out."
                 )
+        if plugin.scaler is not None:
+            for owner in (self.lightning_module, *trainer.callbacks):  # type: ignore[attr-defined]
+                if is_overridden("on_before_optimizer_step", owner, _parent_of(owner)):
+                    rank_zero_warn(
+                        f"{type(owner).__name__}.on_before_optimizer_step sees no gradients in the module's "
+                        "parameters: they are unscaled in fp32, in `optimizer.param_groups`. To clip them use "
+                        "`gradient_clip_val` of the Trainer."
+                    )
         seed = self._rounding_seed if plugin.stochastic_rounding else None
         self._masters = [Masters(optimizer, seed) for optimizer in self.optimizers]
 

@@ -152,3 +152,42 @@ def _refused(rank: int, size: int, layout: dict[str, Any]) -> str:
 def test_layouts_that_are_refused(layout: dict[str, Any], said: str) -> None:
     for text in launch_ranks(_refused, 2, layout):
         assert said in text
+
+
+class Aside(nn.Module):
+    """Computes with what another block has left on a list, out of its arguments."""
+
+    def __init__(self, left: list[Tensor]) -> None:
+        super().__init__()
+        self.weight, self.left = nn.Parameter(torch.ones(WIDTH)), (lambda: left)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight * self.left()[-1]
+
+
+class Closure(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Any = []
+        self.blocks = nn.ModuleList([Aside(self.seen) for _ in range(3)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embed(batch[0]).float()
+        self.seen.clear()
+        self.seen.append(x)
+        for block in self.blocks:
+            x = block(x)
+        self.seen.clear()
+        return F.cross_entropy(self.head(x).float(), batch[1])
+
+
+def _closure(rank: int, size: int) -> str:
+    plugin = MeshMixedPrecision("16-mixed", "cpu", MeshGradScaler("cpu"), gradient_scales="per_block")
+    trainer = quiet_trainer(PTDPStrategy(microbatches=2), size, max_steps=1, plugins=[plugin])
+    with pytest.raises(StepError) as caught:
+        trainer.fit(Closure(), datamodule=Shares())
+    return str(caught.value)
+
+
+def test_a_value_that_comes_in_by_another_way_is_refused() -> None:
+    assert "'blocks.0' computes with a value with gradients" in launch_ranks(_closure, 1)[0]

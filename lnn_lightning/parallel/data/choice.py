@@ -37,6 +37,21 @@ def shard_units(
         settings: the stage of ZeRO.
         reduce_dtype: in which gradients are added up; None: see :func:`reduction_dtype`.
     """
+    groups, whole = choose_units(root, names, stages, ownership, trace)
+    sharding = Sharding(root, groups, whole, mesh, settings, reduce_dtype)
+    sharding.prefetch(trace)
+    return sharding
+
+
+def choose_units(
+    root: nn.Module, names: Sequence[str], stages: Sequence[int], ownership: Ownership, trace: Trace
+) -> tuple[dict[int, list[list[str]]], dict[str, str]]:
+    """What :func:`shard_units` shards.
+
+    Returns:
+        Stage -> names of the modules to shard, those that are sharded as one together; and names of the parameters that
+        stay whole, with the reason.
+    """
     parameters = dict(root.named_parameters())
     shared = {name for name, where in ownership.tensors.items() if len(where) > 1 and name in parameters}
     groups = {}
@@ -45,10 +60,7 @@ def shard_units(
         tied = groups_of(root, units, {id(parameters[name]) for name in shared})
         groups[stage] = merged(root, tied, trace)
     chosen = [group for stage_groups in groups.values() for group in stage_groups]
-    reasons = dict.fromkeys(shared, "several stages hold it") | whole_parameters(root, chosen, trace)
-    sharding = Sharding(root, groups, reasons, mesh, settings, reduce_dtype)
-    sharding.prefetch(trace)
-    return sharding
+    return groups, dict.fromkeys(shared, "several stages hold it") | whole_parameters(root, chosen, trace)
 
 
 def called_pieces(root: nn.Module, names: Sequence[str], trace: Trace) -> list[str]:

@@ -24,7 +24,7 @@ def plan_tensor(
     root: nn.Module,
     trace: Trace,
     units: Units,
-    mesh: Mesh,
+    size: int,
     sequence: bool,
     given: Mapping[str, str] | None,
     vetoed: Mapping[str, str] | None = None,
@@ -35,7 +35,7 @@ def plan_tensor(
         root: the module, whole.
         trace: the traced step.
         units: its units.
-        mesh: this process's place.
+        size: number of tensor ranks.
         sequence: keep values between units divided along their tokens.
         given: glob of layer names -> role, from the user.
         vetoed: units that must not be divided, with the reason.
@@ -43,14 +43,14 @@ def plan_tensor(
     Raises:
         StepError: what the user gave does not fit, or a module is compiled.
     """
-    if mesh.size(TENSOR) == 1:
+    if size == 1:
         return None
     refuse_compiled(root)
     give_functions_wholes()
     called = list(dict.fromkeys(trace.names))
     found = {name: original_of(name, called) for name in units.names if name not in called}
     twins = {name: twin for name, twin in found.items() if twin is not None}
-    return plan_module(root, trace, mesh.size(TENSOR), sequence, twins, given, vetoed)
+    return plan_module(root, trace, size, sequence, twins, given, vetoed)
 
 
 def divide(

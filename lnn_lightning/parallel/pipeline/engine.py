@@ -19,7 +19,7 @@ from lnn_lightning.parallel.data.sharding import Sharding
 from lnn_lightning.parallel.data.shards import is_sharded
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.exchange import agree
-from lnn_lightning.parallel.layout import DATA, PIPELINE, Mesh
+from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Mesh
 from lnn_lightning.parallel.pipeline.division import divide, plan_tensor
 from lnn_lightning.parallel.pipeline.forward import forward_only
 from lnn_lightning.parallel.pipeline.ownership import Ownership, find_ownership
@@ -149,7 +149,7 @@ class PipelineEngine:
                 )
             ownership = find_ownership(self.root, self.book.units, trace, stage_of, self.placement.num_stages)
             given = self.settings.sequence_parallel, self.settings.tensor_parallel_plan
-            plan_layers = partial(plan_tensor, self.root, trace, self.book.units, self.mesh, *given)
+            plan_layers = partial(plan_tensor, self.root, trace, self.book.units, self.mesh.size(TENSOR), *given)
             tensor = plan_layers()
         except Exception as caught:  # noqa: BLE001
             error = caught

@@ -188,25 +188,7 @@ class WatchedStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _can_split(self, chunk: int) -> bool:
-        """Torch's split of input and weight backward is right for a chain of units only.
-
-        It goes through the graph twice where a value feeds several units, a parameter is used by several calls, or glue
-        computes with parameters.
-        """
-        if not self._may_split:
-            return False
-        plan = self._plans[chunk]
-        own = [call for call in plan.trace.calls if plan.stage_of[call.index] == self.stage_index]
-        if any(call.glue_parameters for call in own) or (self.is_last and plan.trace.tail_parameters):
-            return False
-        used = Counter(name for call in own for name in call.parameters)
-        if any(count > 1 for count in used.values()):
-            return False
-        uses = Counter(key for call in own for key in call.needs)
-        uses.update(plan.sent(self.stage_index))
-        if self.is_last:
-            uses.update(plan.trace.tail)
-        return all(count == 1 for key, count in uses.items() if plan.info(key).requires_grad)
+        return self._may_split and can_split(self._plans[chunk], self.stage_index)
 
     @override
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
@@ -218,6 +200,26 @@ class WatchedStage(PipelineStage):
         if backward_type == "full" and last_backward:
             self._before_last_backward(outputs)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+
+def can_split(plan: Plan, stage: int) -> bool:
+    """Whether a stage's backward can be made by inputs and by weights apart.
+
+    Torch's split is right for a chain of units only: it goes through the graph twice where a value feeds several units,
+    a parameter is used by several calls, or glue computes with parameters.
+    """
+    own = [call for call in plan.trace.calls if plan.stage_of[call.index] == stage]
+    is_last = stage == plan.num_stages - 1
+    if any(call.glue_parameters for call in own) or (is_last and plan.trace.tail_parameters):
+        return False
+    used = Counter(name for call in own for name in call.parameters)
+    if any(count > 1 for count in used.values()):
+        return False
+    uses = Counter(key for call in own for key in call.needs)
+    uses.update(plan.sent(stage))
+    if is_last:
+        uses.update(plan.trace.tail)
+    return all(count == 1 for key, count in uses.items() if plan.info(key).requires_grad)
 
 
 def _nothing() -> None:

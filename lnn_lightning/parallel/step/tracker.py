@@ -136,8 +136,8 @@ class UnitWatch(TorchDispatchMode):
 
         def pack(tensor: Tensor) -> Tensor:
             if (address := address_of(tensor)) not in self.given and address not in self.tracker.parameters:
-                self.saved[address] = tensor
-            return tensor
+                self.saved[address] = tensor.detach()
+            return tensor.detach()  # itself, the result of an operation would keep its own graph alive
 
         return saved_tensors_hooks(pack, lambda tensor: tensor)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from lnn_lightning.parallel.errors import StepError
@@ -56,6 +57,10 @@ class Sharded(Tensor):
             return _on_wholes(func, args, kwargs) if result is NotImplemented else result
 
 
+class _FakeSharded(Sharded, FakeTensor):
+    """The same without data."""
+
+
 def rule(*functions: Any) -> Callable[[Rule], Rule]:
     """Registers a rule for functions."""
 
@@ -69,7 +74,7 @@ def rule(*functions: Any) -> Callable[[Rule], Rule]:
 
 def wrap(part: Tensor, spec: Spec, axis: TensorAxis, origins: frozenset[str] = frozenset()) -> Tensor:
     """Notes on a fresh plain tensor that it is a part; the very object becomes :class:`Sharded`."""
-    part.__class__ = Sharded
+    part.__class__ = _FakeSharded if isinstance(part, FakeTensor) else Sharded
     part._spec, part._axis, part._origins = spec, axis, origins  # type: ignore[attr-defined]
     return part
 

@@ -1,0 +1,1 @@
+"""Subcommands of `lnn-lightning` that Lightning does not have."""
