@@ -10,20 +10,30 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lnn_lightning.memory.offload.optimizer import OffloadedOptimizer
 from lnn_lightning.memory.offload.overlap import UpdateWaits, names_within
-from lnn_lightning.memory.offload.settings import Offload
+from lnn_lightning.memory.offload.settings import Offload, OffloadError
 from lnn_lightning.memory.offload.store import Store, check_bandwidth, open_store
+from lnn_lightning.optim.cuts import KnowsCuts
 from lnn_lightning.parallel.exchange import agree
 from lnn_lightning.parallel.layout import DATA, TENSOR
-from lnn_lightning.precision import loss_scale
+from lnn_lightning.precision import (
+    MeshDoublePrecision,
+    MeshHalfPrecision,
+    MeshMixedPrecision,
+    MeshPrecision,
+    loss_scale,
+)
 from lnn_lightning.strategies.between import AROUND_STEPS, IN_STEP, SettledFirst, unseen, watchers
 from lnn_lightning.strategies.leaves import plain_optimizer
 from lnn_lightning.strategies.running import StepHooks
+
+_PLAIN = (MeshPrecision, MeshDoublePrecision, MeshMixedPrecision, MeshHalfPrecision)
+"""Precision plugins that leave gradients as they are, without a scaler."""
 
 
 class OffloadHooks(StepHooks):
@@ -52,30 +62,43 @@ class OffloadHooks(StepHooks):
             self._state_store = open_store(settings, pin)
             if settings.minimum_bandwidth is not None:
                 check_bandwidth(self._state_store, settings.minimum_bandwidth)
+            self._refuse_collective()
             made = [OffloadedOptimizer(plain_optimizer(each), self._state_store, settings) for each in self.optimizers]
             self._keep_masters(made)
         except Exception as caught:  # noqa: BLE001 - told to all ranks
             error = caught
         agree(error, dist.group.WORLD, self.root_device)
-        self._attach(trainer, settings, made)
+        if settings.in_file or self.root_device.type != "cpu":  # else it stays where it is
+            self._attach(trainer, settings, made)
         self.optimizers = self.optimizers  # Lightning's wrappers copy the attributes of what they wrap
+
+    def _refuse_collective(self) -> None:
+        divided = self.engine.sharding is not None or self.engine.residence.tensor is not None
+        for each in map(plain_optimizer, self.optimizers):
+            if divided and isinstance(each, KnowsCuts):
+                raise OffloadError(
+                    f"{type(each).__name__} adds up its statistics over the ranks that share parameters, all at once, "
+                    "and its state is small. Leave 'optimizer' out of `Offload(what=...)`."
+                )
 
     def _keep_masters(self, offloaded: list[OffloadedOptimizer]) -> None:
         """What an optimizer has that is no parameter of the module (fp32 master weights) is offloaded as well."""
-        own = set(self.engine.residence.names_by_id()) if self.engine.sharding is not None else set()
         assert self.lightning_module is not None
-        own |= {id(parameter) for parameter in self.lightning_module.parameters()}
+        own = {id(self._held(parameter)) for parameter in self.lightning_module.parameters()}
         self._keeps_values = False
         for each in offloaded:
             for _, parameter in each.parameters():
                 if id(parameter) not in own and parameter.untyped_storage().nbytes():
                     self._keeps_values |= each.keep_values(parameter)
 
+    def _held(self, parameter: nn.Parameter) -> Tensor:
+        """What optimizers have in place of a parameter of the module."""
+        return parameter if self.engine.sharding is None else self.engine.sharding.local(parameter)
+
     def _attach(self, trainer: pl.Trainer, settings: Offload, offloaded: list[OffloadedOptimizer]) -> None:
         engine, module = self.engine, self.lightning_module
         assert module is not None
-        local = engine.sharding.local if engine.sharding is not None else lambda parameter: parameter
-        held: dict[str, Tensor] = {name: local(p) for name, p in module.named_parameters()}
+        held = {name: self._held(parameter) for name, parameter in module.named_parameters()}
         units = names_within(module, engine.book.units.names)
         self._waits = UpdateWaits(held, units, self._may_be_early, self._may_read_ahead)
         self._waits.optimizers = offloaded
@@ -94,7 +117,7 @@ class OffloadHooks(StepHooks):
                 f"The offloaded optimizer ends its step before anything else runs, not beside the next forward, as "
                 f"{', '.join(dict.fromkeys(reasons))} could see parameters in between."
             )
-        self._early = self._overlaps and not self._against_early(trainer)
+        self._early = self._may_begin_in_backward(trainer, offloaded)
         if self._early:
             residence = engine.residence
             self._waits.arm([p for name, p in module.named_parameters() if residence.ranks_of(name) == (engine.rank,)])
@@ -111,20 +134,18 @@ class OffloadHooks(StepHooks):
             reasons.append("ZeRO, which sends new values to other ranks,")
         return reasons
 
-    def _against_early(self, trainer: pl.Trainer) -> list[str]:
-        """Why parameters may not be updated within backward."""
-        reasons = watchers(trainer, IN_STEP)
-        if trainer.gradient_clip_val:
-            reasons.append("clipping")
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            reasons.append("loss scaling")
-        if self.mesh.size(DATA) > 1 or self.mesh.size(TENSOR) > 1:
-            reasons.append("other ranks")
-        if any(optimizer.behaviour.counts for optimizer in self._waits.optimizers) if self._waits else True:
-            reasons.append("the optimizer's counters")
-        if any(each._optimizer_step_pre_hooks for each in map(plain_optimizer, self.optimizers)):
-            reasons.append("hooks of the optimizer")
-        return reasons
+    def _may_begin_in_backward(self, trainer: pl.Trainer, offloaded: list[OffloadedOptimizer]) -> bool:
+        """Whether nothing looks at a gradient, or changes it, between backward and the optimizer's step."""
+        plugin, mesh = self.precision_plugin, self.mesh
+        return (
+            self._overlaps
+            and not watchers(trainer, IN_STEP)
+            and not trainer.gradient_clip_val
+            and type(plugin) in _PLAIN
+            and not any(getattr(plugin, each, None) for each in ("scaler", "gradient_scales"))
+            and mesh.size(DATA) == mesh.size(TENSOR) == 1
+            and not any(each.behaviour.counts or each.optimizer._optimizer_step_pre_hooks for each in offloaded)
+        )
 
     # ---------------------------------------------------------------- while it trains
 
@@ -179,6 +200,8 @@ class OffloadHooks(StepHooks):
             each.reserve()
             each.expose()
         super().load_optimizer_state_dict(checkpoint)
+        for each in self._waits.optimizers if self._waits is not None else ():
+            each.conceal()
         self._release()
 
     def _end_offload(self) -> None:

@@ -88,7 +88,7 @@ class OffloadedOptimizer:
         now = snapshot(self.optimizer)
         known: dict[tuple[int, int, torch.dtype], Mapping[str, torch.dtype]] = {}
         for number, parameter in self.parameters():
-            if self.stays(parameter) or id(parameter) in self._homes:
+            if self.stays(parameter) or id(parameter) in self._homes or not parameter.requires_grad:
                 continue
             kind = (number, parameter.dim(), parameter.dtype)
             if kind not in known:
@@ -101,6 +101,12 @@ class OffloadedOptimizer:
         for home in self._homes.values():
             if not home.made:
                 self.optimizer.state[home.parameter] = dict(self._tensors(home))
+
+    def conceal(self) -> None:
+        """Takes back what :meth:`expose` showed and nothing was loaded into."""
+        for home in self._homes.values():
+            if not home.made:
+                self.optimizer.state.pop(home.parameter, None)
 
     def keep_values(self, parameter: Tensor, updated: Callable[[int, int, Tensor], None] | None = None) -> bool:
         """Keeps a parameter's own values in the store too (fp32 masters of a module in half precision).
@@ -226,7 +232,7 @@ class OffloadedOptimizer:
         for number, parameter in ahead:
             if len(works) > self.settings.prefetch:
                 break
-            if parameter.requires_grad and id(parameter) not in self._ahead:
+            if parameter.requires_grad and id(parameter) not in self._ahead and not self.lane.has(id(parameter)):
                 self._ahead[id(parameter)] = self._parts(number, self._homes[id(parameter)])
                 works += self._ahead[id(parameter)]
         self.lane.submit(works, held=True)
@@ -256,6 +262,7 @@ class OffloadedOptimizer:
 
     def _begin(self, number: int, parameter: Tensor, step: Step) -> list[PartUpdate]:
         """The pieces of a parameter's update that nobody has been given yet."""
+        self.lane.wait_for([id(parameter)])  # where no forward did: what is read next must be known
         moved, home = self._take_over(parameter), self._homes[id(parameter)]
         ahead = None if moved else self._ahead.get(id(parameter))
         parts = ahead if ahead is not None else self._parts(number, home)

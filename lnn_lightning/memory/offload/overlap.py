@@ -45,7 +45,9 @@ class UpdateWaits(StepExtension):
         self._may_be_early, self._may_read_ahead = early, ahead
         self._early, self._parts = False, 0
         self._arrived: dict[int, int] = {}
-        self._usual: dict[int, int] = {}
+        self._usual: set[int] = set()
+        self._complete: dict[int, Tensor] = {}
+        self._behind = False
         self._hook: Any = None
         self._mode: _Reads | None = None
         self._handles: list[Any] = []
@@ -101,13 +103,14 @@ class UpdateWaits(StepExtension):
             self.settle()
             return
         self._unwatch()
+        self._behind = True
         self.wait_for(self._outside)
-        self._early, self._parts, self._arrived = self._may_be_early(), parts, {}
+        self._early, self._parts, self._arrived, self._complete = self._may_be_early(), parts, {}, {}
 
     def finish(self) -> None:
         """Behind a step."""
         self._learned |= bool(self.order)
-        self._usual, self._early = {key: count // max(self._parts, 1) for key, count in self._arrived.items()}, False
+        self._usual, self._early = {key for key, count in self._arrived.items() if count == self._parts}, False
 
     def forward(self, stage: int, index: int) -> AbstractContextManager[Any]:
         """Around a stage's forward of a micro-batch: watches the code between units."""
@@ -124,6 +127,10 @@ class UpdateWaits(StepExtension):
 
     def backward(self, stage: int, index: int) -> AbstractContextManager[Any]:
         """Around a stage's backward: what the step needs first is read ahead."""
+        if self._behind:
+            self._behind = False  # what no forward has used: its old gradient may be overwritten from here on
+            for optimizer in self.optimizers:
+                optimizer.wait_for([id(parameter) for _, parameter in optimizer.parameters()])
         if not self._early and self._may_read_ahead():
             for optimizer in self.optimizers:
                 optimizer.read_ahead()
@@ -142,19 +149,28 @@ class UpdateWaits(StepExtension):
             return body(*args, **kwargs)
 
     def _gradient(self, parameter: Tensor) -> None:
-        """Behind every accumulation: in the last one of the step the gradient is complete."""
+        """Behind every accumulation: in the last one of the step the gradient is complete.
+
+        Autograd goes back in the order in which forward came, so what units computed that came later than this
+        parameter's is over by now, and nobody needs their old parameters any more.
+        """
         if not self._early:
             return
         key = id(parameter)
         self._arrived[key] = count = self._arrived.get(key, 0) + 1
-        for optimizer in self.optimizers:
-            if count > self._parts and optimizer.is_updated(parameter):
-                raise OffloadError(
-                    "A gradient arrived when its parameter had been updated already: it is made in several backwards. "
-                    "Set `Offload(overlap=False)`."
-                )
-            if count == self._parts and self._usual.get(key) == 1 and optimizer.can_update(parameter):
-                optimizer.update_now(parameter)
+        if count > self._parts and any(optimizer.is_updated(parameter) for optimizer in self.optimizers):
+            raise OffloadError(
+                "A gradient arrived when its parameter had been updated already: it is made in several backwards. "
+                "Set `Offload(overlap=False)`."
+            )
+        if count != self._parts or key not in self._usual or key not in self.order:
+            return
+        self._complete[key] = parameter
+        for other in [each for each in self._complete if self.order[each] > self.order[key]]:
+            ready = self._complete.pop(other)
+            for optimizer in self.optimizers:
+                if optimizer.can_update(ready):
+                    optimizer.update_now(ready)
 
 
 class _Reads(TorchDispatchMode):

@@ -83,7 +83,7 @@ def step_on(now: Snapshot, group: int, parameters: Sequence[Tensor], states: Seq
     shadow.__dict__.update(now.attributes)
     options = {**now.options[group], "params": list(parameters)}
     before = dict(options)
-    if _takes_fused(options) and all(p.device.type == "cpu" and p.is_floating_point() for p in parameters):
+    if _takes_fused(options) and all(map(_suits_fused, parameters)):
         options["fused"] = True
     shadow.param_groups = [options]
     shadow.state = defaultdict(dict)
@@ -115,6 +115,11 @@ def step_function(kind: type[Optimizer]) -> Callable[..., Any]:
     """The step of an optimizer's class without what torch puts around it to call hooks."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def _suits_fused(parameter: Tensor) -> bool:
+    dense = parameter.grad is None or parameter.grad.layout is torch.strided
+    return parameter.device.type == "cpu" and parameter.is_floating_point() and dense
 
 
 def _takes_fused(options: Mapping[str, Any]) -> bool:

@@ -146,6 +146,23 @@ def test_values_can_be_kept_in_the_store_too(tmp_path):
     assert max(seen) == 4096
 
 
+def test_sparse_gradients_and_parameters_that_learn_later(tmp_path):
+    trained = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        table, late = nn.Embedding(300, 60, sparse=True), nn.Parameter(torch.randn(20000), requires_grad=False)
+        optimizer = optim.SGD([table.weight, late], 0.1)
+        if offload:
+            OffloadedOptimizer(optimizer, FileStore(tmp_path), SETTINGS)
+        for step in range(4):
+            late.requires_grad_(step > 1)
+            optimizer.zero_grad()
+            (table(torch.tensor([step, 5, 5])).square().sum() + late.square().sum()).backward()
+            optimizer.step()
+        trained.append((table.weight, late))
+    assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(*trained, strict=True))
+
+
 def test_host_memory_is_no_copy():
     ps = parameters()
     optimizer = optim.AdamW(ps, 1e-2)
