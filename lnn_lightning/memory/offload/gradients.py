@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ class GradientPages(StepExtension):
         self._places: dict[nn.Parameter, list[tuple[Place, StorageWeakRef]]] = {}
         for parameter in self._parameters:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._move)
+                parameter.register_post_accumulate_grad_hook(_mover(weakref.ref(self)))
 
     def begin(self, parts: int, training: bool) -> None:
         """Before a step: gives back what was looked at since the last one."""
@@ -74,6 +75,16 @@ class GradientPages(StepExtension):
         moved = place.tensor(gradient)
         places.append((place, StorageWeakRef(moved.untyped_storage())))
         return moved
+
+
+def _mover(pages: weakref.ref[GradientPages]) -> Callable[[Tensor], None]:
+    """A hook that does not keep alive, by way of its parameter, what keeps the parameter."""
+
+    def move(parameter: Tensor) -> None:
+        if (mine := pages()) is not None:
+            mine._move(parameter)
+
+    return move
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -140,10 +140,17 @@ class OffloadedOptimizer:
         return mapped
 
     def _take_over(self, parameter: Tensor) -> bool:
-        """Moves state to the store that the optimizer, a checkpoint or the user put into ``optimizer.state``."""
+        """Moves state to the store that the optimizer, a checkpoint or the user put into ``optimizer.state``.
+
+        Returns:
+            Whether the store's was not what is valid now.
+        """
         home = self._homes.get(id(parameter))
-        if home is None or parameter not in self.optimizer.state:
+        if home is None:
             return False
+        if parameter not in self.optimizer.state:  # the first step is to come, or somebody cleared the state
+            cleared, home.made = home.made, False
+            return cleared
         state, moved = self.optimizer.state[parameter], False
         for name in set(home.leaves) - set(state):
             self._mapped.get(id(parameter), {}).pop(name, None)

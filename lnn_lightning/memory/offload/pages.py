@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lnn_lightning.memory.offload.settings import OffloadError
-from lnn_lightning.memory.offload.store import refusal
+from lnn_lightning.memory.offload.store import mapped, refusal
 
 WORTHWHILE = 2 * mmap.PAGESIZE
 """Bytes; smaller tensors stay in memory."""
@@ -60,15 +60,18 @@ class Place:
 
     Attributes:
         pages: where it is.
-        memory: the mapping.
+        memory: a mapping that it lies in.
+        start: where in it.
     """
 
     pages: Pages
     memory: mmap.mmap
+    start: int
 
     def tensor(self, like: Tensor) -> Tensor:
         """A tensor here, with shape, strides and dtype of a dense one; its storage is its own, the memory is not."""
-        return torch.frombuffer(self.memory, dtype=like.dtype, count=like.numel()).as_strided(like.shape, like.stride())
+        flat = torch.frombuffer(self.memory, dtype=like.dtype, count=like.numel(), offset=self.start)
+        return flat.as_strided(like.shape, like.stride())
 
 
 class PageFile:
@@ -84,7 +87,7 @@ class PageFile:
     def __init__(self, folder: str | Path) -> None:
         if _libc is None:
             raise OffloadError(f"Parameters and gradients in files need Linux; this is {sys.platform}.")
-        self.folder = Path(folder)
+        self.folder = Path(folder).expanduser()
         path = self.folder / f"pages-{os.getpid()}-{uuid.uuid4().hex}.bin"
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -92,6 +95,7 @@ class PageFile:
             raise OffloadError(refusal(self.folder, error)) from error
         path.unlink()
         self._end = 0
+        self._window: tuple[int, mmap.mmap] | None = None
         self._pages: dict[int, Pages] = {}
         # one thread reads, the other waits for the disk to write
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-fetch")
@@ -109,13 +113,16 @@ class PageFile:
         nbytes = -(-like.numel() * like.element_size() // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             os.posix_fallocate(self._fd, self._end, nbytes)
-            memory = mmap.mmap(self._fd, nbytes, offset=self._end)
+            if self._window is None or self._end + nbytes > self._window[0] + len(self._window[1]):
+                self._window = self._end, mapped(self._fd, self._end, nbytes)
         except OSError as error:
             raise OffloadError(refusal(self.folder, error, self._end + nbytes)) from error
-        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        begin, memory = self._window
+        start = self._end - begin
+        address = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=1).data_ptr()
         self._pages[address] = Pages(address, self._end, nbytes)
         self._end += nbytes
-        return Place(self._pages[address], memory)
+        return Place(self._pages[address], memory, start)
 
     def moved(self, tensor: Tensor) -> Tensor:
         """A tensor's values in the file; one that is small or not dense is given back as it is."""

@@ -12,6 +12,7 @@ import errno
 import math
 import mmap
 import os
+import threading
 import time
 import uuid
 import weakref
@@ -28,6 +29,8 @@ from lnn_lightning.memory.offload.settings import Offload, OffloadError
 
 ALIGNED = 4096
 """Bytes; direct access is to multiples of it, in the file and in memory."""
+WINDOW = 1 << 28
+"""Bytes of a file that are mapped at a time, or more: each mapping takes one of the process's open files."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ class FileStore:
     in_place = False
 
     def __init__(self, folder: str | Path, threads: int = 4, pin: bool = False, direct: bool = True) -> None:
-        self.folder, self._pin = Path(folder), pin
+        self.folder, self._pin = Path(folder).expanduser(), pin
         path = self.folder / f"offload-{os.getpid()}-{uuid.uuid4().hex}.bin"
         try:
             self._cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -203,7 +206,8 @@ class FileStore:
         fds = [self._cached] if self._direct is None else [self._cached, self._direct]
         self._end = 0
         self._free: dict[int, list[int]] = {}
-        self._maps: dict[int, tuple[mmap.mmap, Tensor]] = {}
+        self._windows: list[tuple[int, mmap.mmap]] = []
+        self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="offload")
         self._closed = weakref.finalize(self, _close, fds)
         if self._direct is not None and not self._is_coherent():
@@ -221,16 +225,17 @@ class FileStore:
             OffloadError: the disk is full.
         """
         size = max(padded(numel * dtype.itemsize), ALIGNED)
-        if self._free.get(size):
-            return Region(self._free[size].pop(), numel, dtype)
-        try:
-            if size > self.room():  # else it would be filled up before it refuses
-                raise OSError(errno.ENOSPC, "no room")
-            os.posix_fallocate(self._cached, self._end, size)
-        except OSError as error:
-            raise OffloadError(refusal(self.folder, error, self._end + size)) from error
-        self._end += size
-        return Region(self._end - size, numel, dtype)
+        with self._lock:
+            if self._free.get(size):
+                return Region(self._free[size].pop(), numel, dtype)
+            try:
+                if size > self.room():  # else it would be filled up before it refuses
+                    raise OSError(errno.ENOSPC, "no room")
+                os.posix_fallocate(self._cached, self._end, size)
+            except OSError as error:
+                raise OffloadError(refusal(self.folder, error, self._end + size)) from error
+            self._end += size
+            return Region(self._end - size, numel, dtype)
 
     def room(self) -> int:
         """Bytes that the disk has left for more regions."""
@@ -247,12 +252,20 @@ class FileStore:
 
     def tensor(self, region: Region) -> Tensor:
         """See :class:`Store`."""
-        if region.offset not in self._maps:
-            size = max(region.nbytes, ALIGNED)
-            mapped = mmap.mmap(self._cached, size, offset=region.offset)
-            whole = torch.frombuffer(mapped, dtype=torch.uint8)
-            self._maps[region.offset] = mapped, whole
-        return self._maps[region.offset][1][: region.numel * region.dtype.itemsize].view(region.dtype)
+        start, window = self._window_of(region.offset, region.offset + max(region.nbytes, ALIGNED))
+        if region.numel == 0:
+            return torch.empty(0, dtype=region.dtype)
+        return torch.frombuffer(window, dtype=region.dtype, count=region.numel, offset=region.offset - start)
+
+    def _window_of(self, begin: int, end: int) -> tuple[int, mmap.mmap]:
+        with self._lock:
+            for start, window in self._windows:
+                if start <= begin and end <= start + len(window):
+                    return start, window
+            last = self._windows[-1][0] + len(self._windows[-1][1]) if self._windows else 0
+            start = min(last, begin)
+            self._windows.append((start, mapped(self._cached, start, self._end - start)))
+            return self._windows[-1]
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See :class:`Store`."""
@@ -260,20 +273,20 @@ class FileStore:
 
     def release(self) -> None:
         """See :class:`Store`. What somebody wrote to such a tensor is on the disk then."""
-        for mapped, _ in list(self._maps.values()):
-            mapped.madvise(mmap.MADV_DONTNEED)
+        for _, window in list(self._windows):
+            window.madvise(mmap.MADV_DONTNEED)
         os.fdatasync(self._cached)
         os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def free(self, region: Region) -> None:
         """See :class:`Store`."""
-        self._maps.pop(region.offset, None)
-        self._free.setdefault(max(region.nbytes, ALIGNED), []).append(region.offset)
+        with self._lock:
+            self._free.setdefault(max(region.nbytes, ALIGNED), []).append(region.offset)
 
     def close(self) -> None:
         """See :class:`Store`."""
         self._pool.shutdown(wait=True)
-        self._maps.clear()
+        self._windows.clear()
         self._closed()
 
     def _transfer(self, act: Callable[..., int], region: Region, tensor: Tensor, start: int) -> None:
@@ -295,14 +308,14 @@ class FileStore:
     def _is_coherent(self) -> bool:
         """Whether what is written directly is seen in a mapping and the other way round."""
         region, buffer = self.allocate(ALIGNED // 4, torch.float32), self.buffer(ALIGNED // 4, torch.float32)
-        mapped = self.tensor(region)
+        region_itself = self.tensor(region)
         seen = []
         try:
             for value in (1.0, 2.0):
-                seen.append(float(mapped[0]) != value)
+                seen.append(float(region_itself[0]) != value)
                 self._transfer(os.pwritev, region, buffer.fill_(value), 0)
-                seen.append(float(mapped[0]) == value)
-                mapped.fill_(-value)
+                seen.append(float(region_itself[0]) == value)
+                region_itself.fill_(-value)
                 self._transfer(os.preadv, region, buffer, 0)
                 seen.append(float(buffer[-1]) == -value)
         except OffloadError:
@@ -310,6 +323,14 @@ class FileStore:
         finally:
             self.free(region)
         return all(seen)
+
+
+def mapped(fd: int, start: int, nbytes: int) -> mmap.mmap:
+    """A part of a file in memory, with what comes behind it, be it there yet or not, up to :data:`WINDOW`."""
+    nbytes = max(nbytes, WINDOW)
+    if os.fstat(fd).st_size < start + nbytes:
+        os.ftruncate(fd, start + nbytes)  # takes no room on the disk
+    return mmap.mmap(fd, nbytes, offset=start)
 
 
 def _done() -> Future[None]:
@@ -356,6 +377,10 @@ def _all(act: Callable[..., int], fd: int, view: memoryview, offset: int) -> Non
         view, offset = view[count:], offset + count
 
 
+def _amount(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
+
+
 def refusal(folder: Path, error: OSError, need: int | None = None) -> str:
     """What to tell the user about an error of the folder."""
     what: dict[Any, str] = {
@@ -364,7 +389,7 @@ def refusal(folder: Path, error: OSError, need: int | None = None) -> str:
         errno.EACCES: "this user may not write to it. Set another `target`.",
         errno.EROFS: "it is on a read-only file system. Set another `target`.",
         errno.ENOSPC: "its disk is full"
-        + (f" ({need / 1e9:.2f} GB are needed for this rank)" if need is not None else "")
+        + (f" ({_amount(need)} are needed for this rank)" if need is not None else "")
         + ". Make room, or set another `target`.",
     }
     return f"Offloading to {str(folder)!r} failed: " + what.get(error.errno, f"{error.strerror or error}.")

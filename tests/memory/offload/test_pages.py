@@ -1,12 +1,15 @@
 """Tensors whose memory is a file."""
 
 import errno
+import gc
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from lnn_lightning.memory.offload.gradients import GradientPages
 from lnn_lightning.memory.offload.pages import WORTHWHILE, PageFile, give_back
 from lnn_lightning.memory.offload.settings import OffloadError
 
@@ -83,3 +86,18 @@ def test_a_full_disk_and_a_missing_folder_are_told(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OffloadError, match="disk is full .* are needed for this rank"):
         file.moved(torch.randn(8192))
+
+
+def test_files_go_with_what_lies_in_them(tmp_path: Path) -> None:
+    def ours() -> int:
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        return sum(str(tmp_path) in os.readlink(link) for link in links if os.path.islink(link))
+
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(20)))
+    pages = GradientPages(PageFile(tmp_path), module.parameters())
+    module(torch.randn(2, 64)).sum().backward()
+    assert module[3].weight.grad.abs().sum() > 0
+    assert 0 < ours() < 5  # not one for each tensor
+    del module, pages
+    gc.collect()
+    assert ours() == 0

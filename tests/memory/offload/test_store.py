@@ -103,3 +103,22 @@ def test_settings_that_make_no_sense(settings, says):
 def test_settings_take_lists_and_sets():
     assert Offload(what=["activations", "optimizer"]).what == Offload(what={"activations", "optimizer"}).what
     assert Offload(what="optimizer").has("optimizer") and not Offload().in_file
+
+
+def test_few_files_are_open_however_many_tensors_there_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    monkeypatch.setattr("lnn_lightning.memory.offload.store.WINDOW", 1 << 20)
+    store, kept = FileStore(f"~/{tmp_path.name}"), []
+    before = len(os.listdir("/proc/self/fd"))
+    regions = [store.allocate(20_000, torch.float32) for _ in range(30)]
+    for number, region in reversed(list(enumerate(regions))):
+        kept.append((number, store.tensor(region).fill_(number)))
+    for number in range(30, 130):  # one after another, over the borders of what is mapped
+        regions.append(store.allocate(20_000, torch.float32))
+        kept.append((number, store.tensor(regions[-1]).fill_(number)))
+    assert len(os.listdir("/proc/self/fd")) - before < 20
+    store.release()
+    buffer = store.buffer(20_000, torch.float32)
+    for number, value in kept:
+        store.read(regions[number], buffer).result()
+        assert (value == number).all() and (buffer == number).all()
