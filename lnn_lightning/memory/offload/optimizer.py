@@ -50,6 +50,7 @@ class OffloadedOptimizer:
         self._homes: dict[int, Home] = {}
         self._mapped: dict[int, dict[str, Tensor]] = {}
         self._ahead: dict[int, list[PartUpdate]] = {}
+        self._versions: dict[int, list[int]] = {}
         self._early: Step | None = None
         self._updated: dict[int, Tensor] = {}
         self._streams: dict[torch.device, Any] = {}
@@ -241,6 +242,7 @@ class OffloadedOptimizer:
                 break
             if parameter.requires_grad and id(parameter) not in self._ahead and not self.lane.has(id(parameter)):
                 self._ahead[id(parameter)] = self._parts(number, self._homes[id(parameter)])
+                self._versions[id(parameter)] = self._changes(parameter)
                 works += self._ahead[id(parameter)]
         self.lane.submit(works, held=True)
 
@@ -271,7 +273,8 @@ class OffloadedOptimizer:
         """The pieces of a parameter's update that nobody has been given yet."""
         self.lane.wait_for([id(parameter)])  # where no forward did: what is read next must be known
         moved, home = self._take_over(parameter), self._homes[id(parameter)]
-        ahead = None if moved else self._ahead.get(id(parameter))
+        changed = moved or self._versions.get(id(parameter)) != self._changes(parameter)  # since it was read ahead
+        ahead = None if changed else self._ahead.get(id(parameter))
         parts = ahead if ahead is not None else self._parts(number, home)
         state = self.optimizer.state.get(parameter, {})
         for part in parts:
@@ -279,6 +282,11 @@ class OffloadedOptimizer:
             part.stream = self._stream(parameter.device)
             part.rest = {name: value for name, value in state.items() if name not in home.leaves}
         return parts if ahead is None else []
+
+    def _changes(self, parameter: Tensor) -> list[int]:
+        """How often what the store has of a parameter was changed in place, by whoever it was."""
+        mapped = self._mapped.get(id(parameter), {})
+        return [parameter._version, *(mapped[name]._version for name in sorted(mapped))]
 
     def _parts(self, number: int, home: Home) -> list[PartUpdate]:
         numel = home.parameter.numel()
