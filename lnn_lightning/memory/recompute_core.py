@@ -272,7 +272,7 @@ def _is_view(func: Any) -> bool:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether an operation on it is one on its own memory."""
-    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:

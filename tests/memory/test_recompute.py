@@ -276,15 +276,20 @@ class Stateful(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(12, momentum=0.3)
         self.layer = nn.utils.spectral_norm(nn.Linear(32, 32))
-        self.register_buffer("scale", torch.ones(()))
+        for name, size in (("scale", ()), ("assigned", ()), ("moved", (1 << 15,))):
+            self.register_buffer(name, torch.ones(size))
         self.calls, self.seen, self.auxiliary = 0, [], None
         self.scale: Tensor
+        self.assigned: Tensor
+        self.moved: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.seen.append(self.calls)
         self.scale.mul_(0.5)
-        y = torch.relu(self.layer(self.norm(x)) * self.scale)
+        self.assigned = 0.5 * self.assigned + x.detach().abs().mean()
+        self.moved.data.add_(x.detach().mean())
+        y = torch.relu(self.layer(self.norm(x)) * self.scale / self.assigned + self.moved.mean() * self.calls)
         self.auxiliary = y.detach().mean()
         return y**2
 
