@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from lnn_lightning.memory.report import Report
+from lnn_lightning.memory.saving import saving_with
 from lnn_lightning.parallel.step.extension import StepExtension
 
 Microbatch = tuple[int, int]
@@ -207,7 +208,7 @@ class SavedTensors(StepExtension):
     def forward(self, stage: int, index: int) -> Iterator[None]:
         before, self._microbatch = self._microbatch, (stage, index)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(*self._hooks):
+            with saving_with(self._hooks):
                 yield
         finally:
             self._microbatch = before

@@ -466,3 +466,13 @@ def test_nothing_to_recompute_is_said(caplog: pytest.LogCaptureFixture) -> None:
     made.finish()
     (record,) = caplog.records
     assert record.message.startswith("`recompute='selective'` found no attention")
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_torch_func_is_refused(kind: str) -> None:
+    class Derivative(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.grad(lambda given: super(Derivative, self).forward(given).tanh().sum())(x)
+
+    with pytest.raises(StepError, match="torch.autograd.grad"):
+        outcome([Derivative(32, 32)], extension(kind, {"blocks.0"}))
