@@ -403,7 +403,7 @@ def test_a_unit_that_uses_torch_func() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.func.grad(lambda given: F.linear(given, self.weight).tanh().sum())(x)
 
-    root = nn.Sequential(nn.Linear(8, 8), Derivative(8, 8))
+    root = nn.Sequential(nn.Linear(WIDTH, WIDTH), Derivative(WIDTH, WIDTH))
     first, second = follow(root, lambda batch: root(batch).mean(), inputs()).calls
     assert not second.random and second.parameters == {"1.weight", "1.bias"} and second.needs == {(first.index, 0)}
 
