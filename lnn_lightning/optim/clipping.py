@@ -7,13 +7,20 @@ different parameters. A parameter that lives on several of these ranks is counte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.nn.utils import clip_grads_with_norm_
+
+from lnn_lightning.memory.offload.pages import give_back
+
+_Item = TypeVar("_Item")
+_AT_A_TIME = 64 * 2**20
+"""Bytes of gradients looked at together."""
 
 
 @torch.no_grad()
@@ -71,7 +78,9 @@ def clip_grad_by_mesh_norm(
     """
     parameters = list(parameters)
     norm = mesh_grad_norm(parameters, groups, counted, norm_type)
-    clip_grads_with_norm_(parameters, max_norm, norm)
+    for some in _portions([p for p in parameters if p.grad is not None], lambda p: p.grad):  # type: ignore[arg-type, return-value]
+        clip_grads_with_norm_(some, max_norm, norm)
+        give_back(p.grad for p in some if p.grad is not None)
     return norm
 
 
@@ -84,10 +93,26 @@ def _norms(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
             alike.setdefault((values.device, values.dtype), []).append(values)
     norms: list[Tensor] = []
     for (_, dtype), tensors in alike.items():
-        norms.extend(torch._foreach_norm(tensors, norm_type, dtype=torch.promote_types(dtype, torch.float32)))
+        for some in _portions(tensors, lambda tensor: tensor):
+            norms.extend(torch._foreach_norm(some, norm_type, dtype=torch.promote_types(dtype, torch.float32)))
+            give_back(some)
     if not norms:
         return torch.zeros(0, dtype=torch.float64, device=device)
     return torch.stack([norm.to(device) for norm in norms]).double()
+
+
+def _portions(items: Sequence[_Item], gradient: Callable[[_Item], Tensor]) -> Iterator[list[_Item]]:
+    """In order, so many at a time that their gradients, where they lie in a file, fit into memory."""
+    some: list[_Item] = []
+    nbytes = 0
+    for item in items:
+        some.append(item)
+        nbytes += gradient(item).numel() * gradient(item).element_size()
+        if nbytes >= _AT_A_TIME:
+            yield some
+            some, nbytes = [], 0
+    if some:
+        yield some
 
 
 def _reduced(value: Tensor, groups: Sequence[ProcessGroup], op: ReduceOp.RedOpType) -> Tensor:

@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 
 from lnn_lightning.memory.gist import Gist, GistOperations
+from lnn_lightning.memory.offload.activations import ActivationKeeper
 from lnn_lightning.memory.recompute import Recompute, recompute_extension
 from lnn_lightning.memory.report import Report
 from lnn_lightning.memory.saved_tensors import SavedTensors
+from lnn_lightning.parallel.exchange import agree
+from lnn_lightning.parallel.layout import DATA
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
 from lnn_lightning.parallel.step.extension import StepExtension
+from lnn_lightning.strategies.moving import activation_keeper, check_disk, keep_gradients, keep_parameters, refuse_parts
 from lnn_lightning.strategies.offloading import OffloadHooks
 
 
@@ -43,16 +48,51 @@ class MemoryHooks(OffloadHooks):
         return [made] if made is not None else []
 
     def _packing(self) -> list[StepExtension]:
-        if self._activation_compression is None:
+        keeper, compression = self._keeper(), self._activation_compression
+        if keeper is None and compression is None:
             return []
         buffers = {buffer.untyped_storage()._cdata for buffer in self.engine.root.buffers()}
-        operations = GistOperations(self._activation_compression, _tell)
-        saved = SavedTensors(lambda tensor: tensor.untyped_storage()._cdata in buffers, operations.encoders())
-        operations.attach(saved)
-        return [saved, operations]
+        operations = GistOperations(compression, _tell) if compression is not None else None
+        encoders = operations.encoders() if operations is not None else ()
+        saved = SavedTensors(lambda tensor: tensor.untyped_storage()._cdata in buffers, encoders, keeper)
+        if operations is not None:
+            operations.attach(saved)
+        return [each for each in (keeper, saved, operations) if each is not None]
+
+    def _keeper(self) -> ActivationKeeper | None:
+        """Where saved tensors go. Collective: a rank whose folder does not take them stops all."""
+        settings, made, error = self._offload, None, None
+        if settings is None or not settings.has("activations"):
+            return None
+        try:
+            check_disk(settings)
+            made = activation_keeper(settings, self.root_device)
+        except Exception as caught:  # noqa: BLE001 - told to all ranks
+            error = caught
+        agree(error, dist.group.WORLD, self.root_device)
+        return made
 
     def _fetching(self) -> list[StepExtension]:
-        return []
+        """Parameters and gradients in files. Collective: a rank whose folder does not take them stops all."""
+        settings = self._offload
+        made: list[StepExtension] = []
+        if settings is None:
+            return []
+        refuse_parts(settings, self.root_device.type, self.mesh.size(DATA), self._zero.stage)
+        if not settings.in_file or not (settings.has("parameters") or settings.has("gradients")):
+            return []  # what the CPU computes with is in host memory already
+        error = None
+        try:
+            if not settings.has("activations"):
+                check_disk(settings)
+            if settings.has("parameters"):
+                made.append(keep_parameters(self.engine, settings))
+            if settings.has("gradients"):
+                made.append(keep_gradients(self.engine, settings))
+        except Exception as caught:  # noqa: BLE001 - told to all ranks
+            error = caught
+        agree(error, dist.group.WORLD, self.root_device)
+        return made
 
 
 def _tell(report: Report) -> None:

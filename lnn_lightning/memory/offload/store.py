@@ -195,7 +195,7 @@ class FileStore:
         try:
             self._cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
-            raise OffloadError(_refusal(self.folder, error)) from error
+            raise OffloadError(refusal(self.folder, error)) from error
         try:
             self._direct = _open_direct(path) if direct else None
         finally:
@@ -228,7 +228,7 @@ class FileStore:
                 raise OSError(errno.ENOSPC, "no room")
             os.posix_fallocate(self._cached, self._end, size)
         except OSError as error:
-            raise OffloadError(_refusal(self.folder, error, self._end + size)) from error
+            raise OffloadError(refusal(self.folder, error, self._end + size)) from error
         self._end += size
         return Region(self._end - size, numel, dtype)
 
@@ -290,7 +290,7 @@ class FileStore:
                     os.fdatasync(fd)
                 os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            raise OffloadError(_refusal(self.folder, error)) from error
+            raise OffloadError(refusal(self.folder, error)) from error
 
     def _is_coherent(self) -> bool:
         """Whether what is written directly is seen in a mapping and the other way round."""
@@ -356,7 +356,8 @@ def _all(act: Callable[..., int], fd: int, view: memoryview, offset: int) -> Non
         view, offset = view[count:], offset + count
 
 
-def _refusal(folder: Path, error: OSError, need: int | None = None) -> str:
+def refusal(folder: Path, error: OSError, need: int | None = None) -> str:
+    """What to tell the user about an error of the folder."""
     what: dict[Any, str] = {
         errno.ENOENT: "it does not exist on this host. Make it, or set another `target`.",
         errno.ENOTDIR: "it is no folder. Set another `target`.",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lnn_lightning.memory.offload.lane import Slot
+from lnn_lightning.memory.offload.pages import give_back
 from lnn_lightning.memory.offload.places import SMALL, Home, Leaf, flat, in_order_of, part_of
 from lnn_lightning.memory.offload.settings import OffloadError
 from lnn_lightning.memory.offload.shadow import Changes, Snapshot, step_on
@@ -105,6 +106,7 @@ class PartUpdate:
         if home.updated is not None:
             home.updated(self.start, self.stop, here)
         if self.stop == home.parameter.numel():
+            give_back([home.parameter, self.gradient])
             for name in set(home.leaves) - set(state):  # there was room for it, and it was not made
                 self.store.free(home.leaves.pop(name).region)
             if not home.made:

@@ -12,7 +12,7 @@ that several stages hold, or that cannot be cut (scalars) stay whole on every da
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -169,6 +169,24 @@ class Sharding:
         for shard in self.shards:
             shard.link()
 
+    def relocate(self, move: Callable[[str, Tensor], Tensor]) -> None:
+        """Gives this rank's pieces other memory.
+
+        Args:
+            move: ``move(name, piece)``: the same values elsewhere.
+        """
+        for each in self._fsdp_parameters():
+            parameter = each.sharded_param
+            each._sharded_param_data = move(self.by_parameter[id(parameter)].name, each._sharded_param_data)
+            piece = each._sharded_param_data.view(each.padded_sharded_param_size)
+            parameter._local_tensor = piece.narrow(0, 0, parameter._local_tensor.shape[0])
+        self.link()
+
+    def _fsdp_parameters(self) -> list[Any]:
+        modules = [module for units in self._units.values() for module in units.values()]
+        groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+        return [each for group in groups for each in group.fsdp_params]
+
     def local(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the optimizer has in place of a parameter: this rank's piece of a sharded one, others themselves."""
         shard = self.by_parameter.get(id(parameter))
@@ -230,13 +248,10 @@ class Sharding:
 
     def forget(self) -> None:
         """Drops gradients that were not reduced: of an accumulation window that was broken off."""
-        for modules in self._units.values():
-            for module in modules.values():
-                for group in module._get_fsdp_state()._fsdp_param_groups:
-                    for each in group.fsdp_params:
-                        each.unsharded_accumulated_grad = None
-                        if hasattr(each, "_unsharded_param"):
-                            each._unsharded_param.grad = None
+        for each in self._fsdp_parameters():
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
 
     # ---------------------------------------------------------------- other steps than the one it was made for
 
