@@ -14,11 +14,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lnn_lightning.memory.offload.optimizer import OffloadedOptimizer
 from lnn_lightning.memory.offload.settings import OffloadError
 from lnn_lightning.parallel.step.extension import Body, StepExtension, UnitRun
+from lnn_lightning.parallel.step.glue import without_mode
 from lnn_lightning.parallel.step.tree import tree_tensors
 
 
@@ -145,7 +146,7 @@ class UpdateWaits(StepExtension):
         if not self.pending:
             return body(*args, **kwargs)
         self.wait_for([self._ids[name] for name in run.call.parameters if name in self._ids])
-        with self._mode.suspended() if self._mode is not None else nullcontext():
+        with without_mode(self._mode) if self._mode is not None else nullcontext():
             return body(*args, **kwargs)
 
     def _gradient(self, parameter: Tensor) -> None:
@@ -174,7 +175,7 @@ class UpdateWaits(StepExtension):
 
 
 class _Reads(TorchDispatchMode):
-    """Lets every operation on a parameter wait for its new values."""
+    """Lets every operation on a parameter wait for its new values; steps aside in units, which wait as a whole."""
 
     def __init__(self, waits: UpdateWaits) -> None:
         super().__init__()
@@ -190,18 +191,6 @@ class _Reads(TorchDispatchMode):
                 if key is not None:
                     self._waits.wait_for([key])
         return func(*args, **kwargs)
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Steps aside inside a unit, which has waited as a whole."""
-        if _get_current_dispatch_mode() is not self:
-            yield
-            return
-        self.__exit__(None, None, None)
-        try:
-            yield
-        finally:
-            self.__enter__()
 
 
 def _storage(tensor: Tensor) -> int:

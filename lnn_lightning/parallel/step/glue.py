@@ -44,17 +44,22 @@ class GlueMode(TorchDispatchMode):
         func, args = masks_as_indices(func, args)
         return func(*args, **kwargs)
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Steps aside inside a unit, which is seeded as a whole."""
-        if _get_current_dispatch_mode() is not self:
-            yield
-            return
-        self.__exit__(None, None, None)
-        try:
-            yield
-        finally:
-            self.__enter__()
+        return without_mode(self)
+
+
+@contextmanager
+def without_mode(mode: TorchDispatchMode) -> Iterator[None]:
+    """The innermost dispatch mode steps aside inside; does nothing if another one is."""
+    if _get_current_dispatch_mode() is not mode:
+        yield
+        return
+    mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        mode.__enter__()
 
 
 def glue_mode(needed: bool, seed: int, device: torch.device) -> AbstractContextManager[GlueMode | None]:
