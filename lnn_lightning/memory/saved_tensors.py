@@ -319,6 +319,6 @@ def _is_parameter(tensor: Tensor) -> bool:
     if isinstance(source, nn.Parameter) or (source.is_leaf and source.requires_grad):
         return True
     node: Any = source.grad_fn
-    while node is not None and node.name() in _SAME_VALUES:
+    while node is not None and type(node).__name__ in _SAME_VALUES:  # `name` may be an attribute of the user's
         node = node.next_functions[0][0]
     return isinstance(getattr(node, "variable", None), nn.Parameter)
