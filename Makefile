@@ -9,6 +9,8 @@ PYTHON ?= python3
 # Installed first and by its number: wherever pip is told of a CPU build it takes that one.
 TORCH := torch==2.13.0
 OMP_NUM_THREADS ?= 1
+# Files of tests that run at a time; most start two to four processes of their own.
+WORKERS ?= 2
 
 TEST_VENV := $(or $(VENV),.venv-test)
 DEMO_VENV := $(or $(VENV),.venv-demo)
@@ -26,10 +28,10 @@ endef
 .PHONY: test test-all lint demo clean
 
 test: $(TEST_READY)
-	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(TEST_VENV)/bin/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(TEST_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu"
 
 test-all: $(TEST_READY)
-	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(TEST_VENV)/bin/python -m pytest -m "not gpu"
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(TEST_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu"
 
 lint: $(TEST_READY)
 	$(TEST_VENV)/bin/python -m ruff check .

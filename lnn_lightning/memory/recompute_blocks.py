@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lnn_lightning.memory.recompute_state import Before
-from lnn_lightning.memory.saving import Kept, device_of, hooks_around
+from lnn_lightning.memory.saving import Kept, device_of, hooks_around, saving_with
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.extension import Body, UnitRun
 from lnn_lightning.parallel.step.hooks import hooks_set_aside, run_pre_hooks
@@ -87,7 +87,7 @@ class Segment:
         # objects, a cache say, are to be found as they were
         kept = [self._kept(leaf, keep) if isinstance(leaf, Tensor) else own_object(leaf) for leaf in leaves]
         self._runs.append(_Run(run.call.unit, body, kept, unflatten, before))
-        with saved_tensors_hooks(self._pack, _unpack), hooks_set_aside(run.unit, "_forward_pre_hooks"):
+        with saving_with((self._pack, _unpack)), hooks_set_aside(run.unit, "_forward_pre_hooks"):
             out = body(*args, **kwargs)
         before.settle()
         outputs = [(index, leaf) for index, leaf in enumerate(tree_leaves(out)) if isinstance(leaf, Tensor)]

@@ -23,7 +23,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,7 +37,7 @@ from lnn_lightning.memory.recompute_replay import (
     results_of,
     unpack,
 )
-from lnn_lightning.memory.saving import Hooks, Kept, device_of, hooks_around
+from lnn_lightning.memory.saving import Hooks, Kept, device_of, hooks_around, saving_with
 from lnn_lightning.parallel.step.randomness import is_random
 
 _aten = torch.ops.aten
@@ -107,7 +106,7 @@ class CoreWatch(TorchDispatchMode):
     @contextmanager
     def following(self) -> Iterator[None]:
         """Around the block."""
-        with saved_tensors_hooks(self._pack, unpack), self:
+        with saving_with((self._pack, unpack)), self:
             yield
         self._decide()
 
@@ -272,7 +271,7 @@ def _is_view(func: Any) -> bool:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether an operation on it is one on its own memory."""
-    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from lnn_lightning.memory.report import Report
+from lnn_lightning.memory.saving import saving_with
 from lnn_lightning.parallel.step.extension import StepExtension
 
 Microbatch = tuple[int, int]
@@ -207,7 +208,7 @@ class SavedTensors(StepExtension):
     def forward(self, stage: int, index: int) -> Iterator[None]:
         before, self._microbatch = self._microbatch, (stage, index)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(*self._hooks):
+            with saving_with(self._hooks):
                 yield
         finally:
             self._microbatch = before
@@ -318,6 +319,6 @@ def _is_parameter(tensor: Tensor) -> bool:
     if isinstance(source, nn.Parameter) or (source.is_leaf and source.requires_grad):
         return True
     node: Any = source.grad_fn
-    while node is not None and node.name() in _SAME_VALUES:
+    while node is not None and type(node).__name__ in _SAME_VALUES:  # `name` may be an attribute of the user's
         node = node.next_functions[0][0]
     return isinstance(getattr(node, "variable", None), nn.Parameter)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lnn_lightning.parallel.errors import StepError
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """What packs a tensor that is saved for backward, and what unpacks it again."""
@@ -20,6 +24,26 @@ def hooks_around() -> Hooks:
     """The saved-tensor hooks that are in force here; they see whatever is kept with them."""
     around: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return (_as_it_is, _as_it_is) if around is None else around
+
+
+@contextmanager
+def saving_with(hooks: Hooks) -> Iterator[None]:
+    """Saved-tensor hooks are in force inside.
+
+    Raises:
+        StepError: what runs inside cannot run under them.
+    """
+    try:
+        with saved_tensors_hooks(*hooks):
+            yield
+    except RuntimeError as error:
+        if "yet support saved tensor hooks" not in str(error):
+            raise
+        raise StepError(
+            "The step uses `torch.func` (`grad`, `vjp`, `jacrev` or `hessian`), which torch does not run where what is "
+            "saved for backward is kept in another way. Leave out what does that (`recompute`, "
+            "`activation_compression`, offloaded activations), or use `torch.autograd.grad`."
+        ) from error
 
 
 class Kept:

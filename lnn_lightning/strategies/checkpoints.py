@@ -30,7 +30,7 @@ from lnn_lightning.parallel.shared_folder import check_shared
 from lnn_lightning.parallel.step.standin import is_stand_in
 from lnn_lightning.parallel.watch import while_doing
 from lnn_lightning.strategies.leaves import plain_optimizer, sharded_leaf
-from lnn_lightning.strategies.positions import random_state, take_loader_states
+from lnn_lightning.strategies.positions import is_cut_short, random_state, take_loader_states
 from lnn_lightning.strategies.resuming import ResumeHooks
 
 FORMAT = 2
@@ -140,6 +140,7 @@ class CheckpointHooks(ResumeHooks):
         mine = {"values": values, "random": random_state(), "loaders": take_loader_states(checkpoint)}
         ranks: list[Any] = [None] * self.world_size
         dist.all_gather_object(ranks, mine, group=self._checkpoint_group)
+        assert self.lightning_module is not None
         engine = self.engine
         checkpoint[OURS] = {
             "format": FORMAT,
@@ -151,6 +152,7 @@ class CheckpointHooks(ResumeHooks):
             "versions": self._versions(),
             "seed": engine.seed,
             "steps_done": list(engine.steps_done),
+            "epoch_cut_short": is_cut_short(self.lightning_module.trainer),
             "ranks": ranks,
         }
         if not (self.saves_in_background and self._will_wait):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from lnn_lightning.parallel.layout import DATA
 from lnn_lightning.parallel.step.tree import tree_flatten
 from lnn_lightning.strategies.mesh import MeshStrategy
+from lnn_lightning.strategies.positions import first_epoch
 
 _EVALUATION = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
@@ -28,13 +30,18 @@ class DataHooks(MeshStrategy):
     """Data part of a strategy whose pipeline ranks must load the same batches."""
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Seeds workers by the data rank, and evaluates each sample once (``DistributedSampler`` pads)."""
-        if not isinstance(dataloader, DataLoader):
-            return dataloader
+        """Seeds workers by the data rank, and evaluates each sample once (``DistributedSampler`` pads).
+
+        Tells the sampler its epoch: workers are given their first batches before Lightning does.
+        """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        sampler = dataloader.sampler
         stage = trainer.state.stage
+        if stage == RunningStage.TRAINING:
+            _set_sampler_epoch(dataloader, first_epoch(trainer.fit_loop))
+        if not isinstance(dataloader, DataLoader):
+            return dataloader
+        sampler = dataloader.sampler
         if (
             stage in _EVALUATION
             and type(sampler) is DistributedSampler

@@ -57,6 +57,39 @@ def epoch_is_over(checkpoint: Mapping[str, Any]) -> bool:
     return bool(epochs["processed"] == epochs["started"])
 
 
+def is_cut_short(trainer: Any) -> bool:
+    """Whether the run ends before its epoch does: by ``max_steps``, a time limit or a callback."""
+    loop = trainer.fit_loop.epoch_loop
+    stops = trainer.should_stop or 0 <= loop.max_steps <= loop.global_step
+    return bool(stops and not loop._num_ready_batches_reached())
+
+
+def reopen_epoch(checkpoint: Mapping[str, Any]) -> None:
+    """Lets an epoch that was cut short go on: Lightning has booked it as done, and would leave out the rest of it."""
+    for epochs in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
+        if epochs["processed"] == epochs["started"] > 0:
+            epochs["processed"] -= 1
+            epochs["completed"] = epochs["processed"]
+
+
+def first_epoch(loop: Any) -> int:
+    """The epoch to which the batches belong that the ``fit_loop`` will read first."""
+    return int(loop.epoch_progress.current.processed) + _is_behind_last_batch(loop)
+
+
+def reads_first_batch(loop: Any) -> bool:
+    """Whether a ``fit_loop`` that is resumed begins an epoch with the first iterator that it makes."""
+    epochs = loop.epoch_progress.current
+    return bool(epochs.processed == epochs.started) or _is_behind_last_batch(loop)
+
+
+def _is_behind_last_batch(loop: Any) -> bool:
+    """Saved in ``on_train_batch_end`` of an epoch's last batch: Lightning will book the epoch as done, and go on."""
+    batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress.current
+    saved_there = batches.current.completed < batches.current.processed and epochs.processed < epochs.started
+    return bool(loop.restarting and batches.is_last_batch and saved_there)
+
+
 def begin_next_epoch(loop: Any) -> None:
     """Lets a resumed ``fit_loop`` begin an epoch where it takes the one that is over for one that goes on.
 
@@ -65,12 +98,13 @@ def begin_next_epoch(loop: Any) -> None:
     ``max_steps`` given, it would train one more batch of the old epoch first.
     """
     epochs = loop.epoch_progress.current
-    if loop.restarted_on_epoch_end:
-        loop.epoch_progress.increment_completed()
+    if loop.restarted_mid_epoch and epochs.processed == epochs.started:
+        loop.reset_restart_stage()
+    elif loop.restarting and epochs.processed == epochs.started == epochs.ready > 0:
+        if loop.restarted_on_epoch_end:
+            loop.epoch_progress.increment_completed()
         loop._restarting = False
         loop.epoch_loop.restarting = False
-        loop.reset_restart_stage()
-    elif loop.restarted_mid_epoch and epochs.processed == epochs.started:
         loop.reset_restart_stage()
 
 

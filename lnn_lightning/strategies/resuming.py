@@ -37,6 +37,8 @@ from lnn_lightning.strategies.positions import (
     epoch_is_over,
     loader_states_for,
     put_loader_states,
+    reads_first_batch,
+    reopen_epoch,
     restore_random_state,
     saved_rank,
 )
@@ -319,6 +321,8 @@ class ResumeHooks(IntactHooks):
         self._random_state = None
         if not ranks or "loops" not in checkpoint:
             return
+        if ours.get("epoch_cut_short", False):
+            reopen_epoch(checkpoint)
         same = list(self.mesh.layout.shape) == list(saved)
         rank = self.global_rank if same else saved_rank(saved, self.data_parallel_rank)
         self._random_state = ranks[rank]["random"]
@@ -334,8 +338,8 @@ class ResumeHooks(IntactHooks):
                 in an epoch it was made long ago, and they are put back behind it.
         """
         assert self.lightning_module is not None
-        epochs: Any = self.lightning_module.trainer.fit_loop.epoch_progress.current
-        if self._random_state is not None and (not between_epochs or epochs.processed == epochs.started):
+        loop = self.lightning_module.trainer.fit_loop
+        if self._random_state is not None and (not between_epochs or reads_first_batch(loop)):
             restore_random_state(self._random_state)
             self._random_state = None
 

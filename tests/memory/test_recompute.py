@@ -276,15 +276,20 @@ class Stateful(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(12, momentum=0.3)
         self.layer = nn.utils.spectral_norm(nn.Linear(32, 32))
-        self.register_buffer("scale", torch.ones(()))
+        for name, size in (("scale", ()), ("assigned", ()), ("moved", (1 << 15,))):
+            self.register_buffer(name, torch.ones(size))
         self.calls, self.seen, self.auxiliary = 0, [], None
         self.scale: Tensor
+        self.assigned: Tensor
+        self.moved: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.seen.append(self.calls)
         self.scale.mul_(0.5)
-        y = torch.relu(self.layer(self.norm(x)) * self.scale)
+        self.assigned = 0.5 * self.assigned + x.detach().abs().mean()
+        self.moved.data.add_(x.detach().mean())
+        y = torch.relu(self.layer(self.norm(x)) * self.scale / self.assigned + self.moved.mean() * self.calls)
         self.auxiliary = y.detach().mean()
         return y**2
 
@@ -461,3 +466,13 @@ def test_nothing_to_recompute_is_said(caplog: pytest.LogCaptureFixture) -> None:
     made.finish()
     (record,) = caplog.records
     assert record.message.startswith("`recompute='selective'` found no attention")
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_torch_func_is_refused(kind: str) -> None:
+    class Derivative(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.grad(lambda given: super(Derivative, self).forward(given).tanh().sum())(x)
+
+    with pytest.raises(StepError, match="torch.autograd.grad"):
+        outcome([Derivative(32, 32)], extension(kind, {"blocks.0"}))

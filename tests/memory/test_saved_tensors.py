@@ -143,3 +143,21 @@ def test_memory_used_again_is_another() -> None:
     (found,) = torch.autograd.grad(total, x)
     (expected,) = torch.autograd.grad(sum((x * (f / 4)).exp().mul(0.5).sin().sum() for f in range(5)), x)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+
+
+def test_a_function_of_the_users_may_have_a_name() -> None:
+    class Named(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.name = "mine"
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return gradient
+
+    x = torch.randn(4, requires_grad=True)
+    with SavedTensors(smallest=0).forward(0, 0):
+        y = Named.apply(x).square().sum()
+    y.backward()
+    assert torch.equal(x.grad, 2 * x)

@@ -61,6 +61,13 @@ class Resumable:
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
 
 
+class Ahead(DataLoader):
+    """Asks its sampler when its iterator is made, as a loader with workers does, which would take seconds here."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return iter(list(super().__iter__()))
+
+
 class Model(pl.LightningModule):
     epochs: ClassVar[list[tuple[int, int]]] = []
 
@@ -97,6 +104,8 @@ def _run(
     stateful: bool = True,
     validate: bool = True,
     limits: dict[str, int] | None = None,
+    ahead: bool = False,
+    saved: str | None = None,
 ) -> tuple[dict[int, float], dict[str, Tensor]]:
     torch.manual_seed(3)
     random.seed(4)
@@ -115,12 +124,16 @@ def _run(
         world_size,
         callbacks=callbacks,
         enable_checkpointing=folder is not None,
-        use_distributed_sampler=False,
+        use_distributed_sampler=ahead,
         **(limits or {"max_epochs": 3}),
     )
-    rank = trainer.global_rank if layout.get("data_parallel_size", 1) > 1 else 0
-    loader = Resumable(rank) if stateful else DataLoader(Noisy(), batch_size=4, shuffle=True)
+    share = layout.get("data_parallel_size", 1)
+    loader: Any = Resumable(trainer.global_rank if share > 1 else 0)
+    if not stateful:
+        loader = (Ahead if ahead else DataLoader)(Noisy(), batch_size=4 // share, shuffle=True)
     trainer.fit(model, loader, DataLoader(Noisy(), batch_size=8) if validate else None, ckpt_path=path)
+    if saved is not None:
+        trainer.save_checkpoint(saved)
     return model.seen, trainer.strategy.full_state_dict()
 
 
@@ -184,16 +197,40 @@ def _check(results: Any) -> None:
                 assert torch.equal(ended[key], value), (name, key)
 
 
-def _shuffled(rank: int, world_size: int, folder: str) -> Any:
-    layout = {"pipeline_parallel_size": 2}
-    whole = _run(world_size, layout, folder, None, stateful=False)
-    return whole, _run(world_size, layout, None, f"{folder}/estep=4.ckpt", stateful=False)
+def _shuffled(rank: int, world_size: int, layout: dict[str, Any], folder: str, ahead: bool) -> Any:
+    options: dict[str, Any] = {"stateful": False, "validate": False, "ahead": ahead}
+    longer, shorter = ({"max_steps": steps, "max_epochs": -1} for steps in (2 * BATCHES, BATCHES))
+    whole = _run(world_size, layout, folder, None, limits=longer, **options)
+    _run(world_size, layout, None, None, limits=shorter, saved=f"{folder}/step=4.ckpt", **options)
+    names = ["estep=4", "bstep=4", "step=4"]
+    paths = {name: f"{folder}/{name}.ckpt" for name in names}
+    return whole, {name: _run(world_size, layout, None, path, limits=longer, **options) for name, path in paths.items()}
 
 
-def test_a_plain_shuffling_loader_goes_on_between_epochs(tmp_path: Path) -> None:
-    """Its order comes from the generators, which are where they were."""
-    for (losses, _), (found, _) in launch_ranks(_shuffled, 2, str(tmp_path)):
-        assert found == {key: loss for key, loss in losses.items() if key > 4}
+@pytest.mark.parametrize("ahead", [False, True], ids=["order of the generators", "order of the epoch, read ahead"])
+def test_a_plain_shuffling_loader_goes_on_between_epochs(ahead: bool, tmp_path: Path) -> None:
+    """Its order comes from the generators, which are where they were, or from the epoch that begins."""
+    layout = {"data_parallel_size": 2, "zero_stage": 1} if ahead else {"pipeline_parallel_size": 2}
+    _check(launch_ranks(_shuffled, 2, layout, str(tmp_path), ahead))
+
+
+def _cut_short(rank: int, world_size: int, layout: dict[str, Any], folder: str) -> Any:
+    longer, shorter = ({"max_steps": steps, "max_epochs": -1} for steps in (10, 6))
+    whole = _run(world_size, layout, None, None, limits=longer)
+    _run(world_size, layout, folder, None, limits=shorter, saved=f"{folder}/step=6.ckpt")
+    resumed, begun = {}, {}
+    for name in ("step=6", "estep=6"):
+        Model.epochs.clear()
+        resumed[name] = _run(world_size, layout, None, f"{folder}/{name}.ckpt", limits=longer)
+        begun[name] = Model.epochs[:]
+    assert begun == {name: [(2, 8)] for name in resumed}
+    return whole, resumed
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_epoch_that_was_cut_short_goes_on(stage: int, tmp_path: Path) -> None:
+    """Saved when ``max_steps`` had ended the run in the middle of an epoch, of which the rest is still to be read."""
+    _check(launch_ranks(_cut_short, 2, {"data_parallel_size": 2, "zero_stage": stage}, str(tmp_path)))
 
 
 def _other_size(rank: int, world_size: int, path: str) -> Any:

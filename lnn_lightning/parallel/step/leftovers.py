@@ -72,6 +72,16 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     }
 
 
+def plain_attributes(root: nn.Module) -> dict[tuple[nn.Module, str], Any]:
+    """(Module, name) -> value of those attributes of all sub-modules that hold no tensors: counters and flags."""
+    return {
+        (module, name): value
+        for module in root.modules()
+        for name, value in vars(module).items()
+        if name not in _INTERNAL and (value is None or type(value) in (bool, int, float, str))
+    }
+
+
 def _restore_attributes(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:
     now = vars(module)
     for name in [name for name in now if name not in _INTERNAL and name not in before]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -211,8 +212,8 @@ class _Recorder:
         untouched = [own_object(leaf) for leaf in leaves]
         args, kwargs = given
         try:
-            with self.fake_mode, inside, inside.saving():
-                out = original(*args, **kwargs)
+            with self.fake_mode, inside:
+                out = inside.counting_saved(partial(original, *args, **kwargs))
             if inside.flops == 0 and any(isinstance(module, nn.RNNBase) for module in unit.modules()):
                 inside.flops = guess_flops(unit, leaves)
             return out

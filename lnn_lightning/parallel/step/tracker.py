@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -131,15 +131,25 @@ class UnitWatch(TorchDispatchMode):
                 self.made[address] = leaf.untyped_storage()
         return out
 
-    def saving(self) -> saved_tensors_hooks:
-        """A context in which ``saved`` gets the storages that autograd keeps, but those of parameters and arguments."""
+    def counting_saved(self, run: Callable[[], Any]) -> Any:
+        """Runs the unit; ``saved`` gets the storages that autograd keeps, but those of parameters and arguments.
+
+        It gets none of a unit that uses ``torch.func``, which refuses to run under saved-tensor hooks.
+        """
 
         def pack(tensor: Tensor) -> Tensor:
             if (address := address_of(tensor)) not in self.given and address not in self.tracker.parameters:
                 self.saved[address] = tensor.detach()
             return tensor.detach()  # itself, the result of an operation would keep its own graph alive
 
-        return saved_tensors_hooks(pack, lambda tensor: tensor)
+        try:
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                return run()
+        except RuntimeError as error:
+            if "yet support saved tensor hooks" not in str(error):
+                raise
+        self.saved.clear()
+        return run()
 
     def saved_bytes(self) -> int:
         """Bytes of ``saved``."""

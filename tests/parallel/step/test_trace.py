@@ -398,6 +398,16 @@ class Dropping(Block):
         return F.dropout(super().forward(x), 0.5)
 
 
+def test_a_unit_that_uses_torch_func() -> None:
+    class Derivative(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.grad(lambda given: F.linear(given, self.weight).tanh().sum())(x)
+
+    root = nn.Sequential(nn.Linear(WIDTH, WIDTH), Derivative(WIDTH, WIDTH))
+    first, second = follow(root, lambda batch: root(batch).mean(), inputs()).calls
+    assert not second.random and second.parameters == {"1.weight", "1.bias"} and second.needs == {(first.index, 0)}
+
+
 def test_random_units_and_random_glue() -> None:
     net = Net(Dropping)
     trace = follow(net, lambda x: net.head(net.blocks[0](net.embed(x))).sum(), inputs())
