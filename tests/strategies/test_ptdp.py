@@ -870,3 +870,25 @@ def test_started_by_the_trainer_and_one_rank_fails(failing: int, tmp_path: Path)
     assert f"LostRankError: rank {failing} (pipeline stage {failing}, data rank 0, tensor rank 0; host " in err
     assert written == {}
     assert seconds < usual + 30
+
+
+def _fit_again_after_an_error(rank: int, world_size: int, layout: dict[str, Any]) -> int:
+    module, broken = model(), [True]
+
+    def breaks(gradient: Tensor) -> Tensor:
+        if broken:
+            raise ValueError("broken on purpose")
+        return gradient
+
+    module.embed.weight.register_hook(breaks)
+    trainer = trainer_for(world_size, layout, max_epochs=1)
+    with pytest.raises(ValueError, match="broken on purpose"):
+        trainer.fit(module, loader())
+    broken.clear()
+    trainer.fit(module, loader())
+    return trainer.global_step
+
+
+def test_a_fit_that_failed_in_backward_can_be_begun_again() -> None:
+    """What the forwards of the failed step left for its backwards is gone."""
+    assert launch_ranks(_fit_again_after_an_error, 1, ONE) == [5]

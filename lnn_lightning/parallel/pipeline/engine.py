@@ -259,6 +259,7 @@ class PipelineEngine:
         except BaseException:
             if self.sharding is not None:
                 self.sharding.abandon()
+            self._schedules.clear()  # they hold what the forwards of this step have left for its backwards
             raise
         finally:
             self._current = None
