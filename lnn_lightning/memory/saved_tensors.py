@@ -100,7 +100,7 @@ class Saved:
     requires_grad: bool
 
 
-class Kept:
+class StoredMemory:
     """A stored memory; freed when nothing refers to it any more.
 
     Args:
@@ -142,7 +142,7 @@ class Packed:
         at: shape, strides and offset of the tensor in the kept memory; None: it is all of it.
     """
 
-    def __init__(self, tensor: Tensor, kept: Kept | None, at: tuple[Any, Any, int] | None = None) -> None:
+    def __init__(self, tensor: Tensor, kept: StoredMemory | None, at: tuple[Any, Any, int] | None = None) -> None:
         self.kept, self.at = kept, at
         self.version = None if tensor.is_inference() else tensor._version
         self.shape, self.dtype = tensor.shape, tensor.dtype
@@ -196,7 +196,7 @@ class SavedTensors(StepExtension):
     ) -> None:
         self._skipped, self._encoders, self._keeper = skipped, encoders, keeper
         self.smallest = SMALLEST if smallest is None else smallest
-        self._kept: WeakValueDictionary[tuple[Any, ...], Kept] = WeakValueDictionary()
+        self._kept: WeakValueDictionary[tuple[Any, ...], StoredMemory] = WeakValueDictionary()
         self._microbatch: Microbatch = (0, 0)
         self._hooks = (self._pack, self._unpack)
         self._operation: Pack | None = None
@@ -227,7 +227,7 @@ class SavedTensors(StepExtension):
         finally:
             self._operation = before
 
-    def keep(self, tensor: Tensor, encoded: Encoded) -> Kept:
+    def keep(self, tensor: Tensor, encoded: Encoded) -> StoredMemory:
         """Keeps what was made of the whole memory of a tensor; not known to :meth:`find`."""
         if self.report is not None:
             self.report.add(encoded.name, tensor, encoded.nbytes)
@@ -238,7 +238,7 @@ class SavedTensors(StepExtension):
         with torch._C.DisableTorchFunction(), torch.no_grad():
             return self._hold(tensor)
 
-    def find(self, tensor: Tensor) -> Kept | None:
+    def find(self, tensor: Tensor) -> StoredMemory | None:
         """What the memory of a tensor is kept as, if it was saved whole and is still kept."""
         return self._kept.get((tensor.untyped_storage()._cdata, tensor._version, tensor.dtype))
 
@@ -280,7 +280,7 @@ class SavedTensors(StepExtension):
             or is_traceable_wrapper_subclass(tensor)
         )
 
-    def _keep(self, tensor: Tensor, start: int, length: int, whole: bool) -> Kept:
+    def _keep(self, tensor: Tensor, start: int, length: int, whole: bool) -> StoredMemory:
         """Keeps a stretch of a tensor's memory: all of it, or if the tensor takes up a small part only that."""
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor._version, tensor.dtype, *(() if whole else (start, length)))
@@ -293,11 +293,13 @@ class SavedTensors(StepExtension):
             kept = self._kept[key] = self._made(tensor, encoded)
         return kept
 
-    def _made(self, tensor: Tensor, encoded: Encoded) -> Kept:
+    def _made(self, tensor: Tensor, encoded: Encoded) -> StoredMemory:
         tokens: list[Any] = encoded.tensors
         if self._keeper is not None:
             tokens = [self._keeper.put(each, self._microbatch) for each in tokens]
-        return Kept(encoded.name, tokens, self._keeper, encoded.decode, StorageWeakRef(tensor.untyped_storage()))
+        return StoredMemory(
+            encoded.name, tokens, self._keeper, encoded.decode, StorageWeakRef(tensor.untyped_storage())
+        )
 
     def _encode(self, values: Tensor, saved: Saved) -> Encoded:
         for encoder in self._encoders:

@@ -28,7 +28,7 @@ from lnn_lightning.parallel.step.tree import tree_flatten, tree_tensors
 
 
 @dataclass
-class Kept:
+class KeptBytes:
     """Bytes that stages keep of one micro-batch.
 
     Attributes:
@@ -47,7 +47,7 @@ class _Counter:
 
     def __init__(self, root: nn.Module, plan: Plan, batch: Any, extensions: Sequence[StepExtension]) -> None:
         self.plan, self.extensions = plan, extensions
-        self.kept = Kept()
+        self.kept = KeptBytes()
         self.stage = plan.stage_of[0]
         self.call: int | None = None
         self.around = ExitStack()
@@ -123,7 +123,7 @@ def count_kept(
     batch: Any,
     observer: StepObserver,
     extensions: Sequence[StepExtension] = (),
-) -> Kept:
+) -> KeptBytes:
     """Runs a step without data and counts what its stages keep.
 
     Args:

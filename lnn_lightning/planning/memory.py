@@ -31,7 +31,7 @@ from lnn_lightning.parallel.step.tree import tree_tensors
 from lnn_lightning.parallel.step.units import Units, find_units
 from lnn_lightning.parallel.tensor.axis import TensorAxis
 from lnn_lightning.parallel.tensor.install import TensorSharding
-from lnn_lightning.planning.activations import Kept, count_kept
+from lnn_lightning.planning.activations import KeptBytes, count_kept
 from lnn_lightning.planning.inflight import peak_bytes
 from lnn_lightning.planning.states import Copies, Held, held, optimizer_bytes
 
@@ -192,7 +192,7 @@ class _Planned:
 
     def count(
         self, step: Callable[[Any], Any], observer: StepObserver, extensions: Sequence[StepExtension]
-    ) -> tuple[Kept | None, Kept | None]:
+    ) -> tuple[KeptBytes | None, KeptBytes | None]:
         """What a micro-batch leaves, and what it would without extensions; None where that cannot be counted."""
         try:
             whole = count_kept(self.root, self.plan, step, self.microbatch, observer)
@@ -207,7 +207,7 @@ class _Planned:
         return (with_them if extensions else whole), whole
 
     def activations(
-        self, pipeline: int, kept: Kept | None, whole: Kept | None, may_split: bool
+        self, pipeline: int, kept: KeptBytes | None, whole: KeptBytes | None, may_split: bool
     ) -> tuple[int | None, int]:
         """Most that is saved at once, and memory for values that cross stages and for recomputation."""
         stages = self.placement.stages_of(pipeline)
@@ -243,7 +243,7 @@ class _Planned:
                     found[names[id(parameter)]] = number
         return found
 
-    def held(self, pipeline: int, kept: Kept | None, sharded: Mapping[str, int], place: int) -> dict[str, Held]:
+    def held(self, pipeline: int, kept: KeptBytes | None, sharded: Mapping[str, int], place: int) -> dict[str, Held]:
         """Parameters and buffers on a rank, by their first names."""
         stages = set(self.placement.stages_of(pipeline))
         used = kept.used if kept is not None else None
