@@ -84,11 +84,24 @@ def launch_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: f
     return _run(fn, world_size, args, timeout, init_distributed=False)
 
 
+_PORTS = 5000
+_next_port = os.getpid()
+
+
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A TCP port that was free a moment ago, and that nobody is given by chance in the next one.
+
+    Each worker of pytest-xdist has ports of its own, below those that the system gives to outgoing connections.
+    """
+    global _next_port
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+    for _ in range(_PORTS):
+        _next_port += 1
+        port = 12000 + worker * _PORTS + _next_port % _PORTS
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -45,7 +45,9 @@ def _fail_before_collective(rank: int, world_size: int) -> None:
 
 
 def _stubborn(rank: int, world_size: int) -> None:
+    dist.barrier()  # both have begun
     if rank == 0:
+        time.sleep(0.5)
         raise ValueError("gone")
     time.sleep(60)
 

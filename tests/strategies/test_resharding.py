@@ -118,7 +118,7 @@ def contents(path: Path) -> dict[str, Any]:
         **ours["values"],
         "groups": ours["optimizer_groups"],
         "schedulers": metadata["lr_schedulers"],
-        "steps": (metadata["epoch"], metadata["global_step"], ours["seed"], ours["steps_done"]),
+        "steps": (metadata["global_step"], ours["seed"], ours["steps_done"]),
     }
 
 
