@@ -20,6 +20,7 @@ from lnn_lightning.commands.measuring import MeasureMemory
 from lnn_lightning.commands.unlaunched import predict_memory
 from lnn_lightning.precision import MeshHalfPrecision
 from tests.helpers.ranks import launch_ranks
+from tests.helpers.reference import quiet_trainer
 
 COLUMNS = ("parameters", "gradients", "optimizer", "activations")
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -57,17 +58,8 @@ def parts(layout: dict[str, Any], options: dict[str, Any]) -> tuple[Trainer, Byt
         options["plugins"] = [MeshHalfPrecision("bf16-true", master_weights=True)]
     torch.manual_seed(0)
     tokens = torch.randint(256, (64, 129))
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=PTDPStrategy(**layout),
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    options |= {"max_steps": 2, "use_distributed_sampler": True}
+    trainer = quiet_trainer(PTDPStrategy(**layout), 2, **options)
     return trainer, kind(block_size=128), DataLoader([(each[:-1], each[1:]) for each in tokens], batch_size=8)  # type: ignore[arg-type, var-annotated]
 
 

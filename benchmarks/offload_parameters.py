@@ -42,6 +42,7 @@ def measure(what: list[str], target: str, blocks: int, width: int, rows: int, st
 
     from lnn_lightning import PTDPStrategy
     from lnn_lightning.memory.offload import Offload
+    from tests.helpers.reference import quiet_trainer
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -83,17 +84,7 @@ def measure(what: list[str], target: str, blocks: int, width: int, rows: int, st
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     offload = Offload(target, what) if what else None
     clock = Clock()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=PTDPStrategy(offload=offload, microbatches=1),
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[clock],
-    )
+    trainer = quiet_trainer(PTDPStrategy(offload=offload, microbatches=1), 1, max_steps=steps, callbacks=[clock])
     data = torch.randn(steps * rows, width)
     trainer.fit(model, DataLoader(data, batch_size=rows))
     times = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]

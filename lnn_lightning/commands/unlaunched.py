@@ -18,14 +18,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lnn_lightning.memory.recompute import Recompute, recompute_extension
-from lnn_lightning.parallel.errors import LayoutError, StepError
+from lnn_lightning.parallel.errors import LayoutError
 from lnn_lightning.parallel.layout import Layout, Mesh, resolve_layout
 from lnn_lightning.parallel.step.extension import StepExtension
 from lnn_lightning.parallel.step.units import Units
 from lnn_lightning.planning.memory import Prediction, predict
 from lnn_lightning.planning.states import Copies
 from lnn_lightning.precision import MeshAgreement, MeshHalfPrecision, mesh_precision
-from lnn_lightning.strategies.peek import peek_batch
 from lnn_lightning.strategies.ptdp import PTDPStrategy
 from lnn_lightning.strategies.steps import LightningObserver
 
@@ -130,9 +129,5 @@ def _set_up(
     call._call_lightning_module_hook(trainer, "setup", stage="fit")
     with trainer.strategy.tensor_init_context():
         call._call_configure_model(trainer)
-    batch = strategy._example_batch
     with torch.enable_grad():
-        batch = peek_batch(trainer) if batch is None else batch
-    if batch is None:
-        raise StepError("There is no batch to trace the step with: the dataloader is empty. Pass `example_batch=`.")
-    return batch
+        return strategy.own_first_batch(trainer)

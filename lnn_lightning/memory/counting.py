@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lnn_lightning.parallel.step.saved import watching_saved
+
 
 @dataclass
 class SavedBytes:
@@ -37,14 +39,13 @@ def saved_bytes(ignored: Iterable[Tensor] = ()) -> Iterator[SavedBytes]:
     known = {tensor.untyped_storage()._cdata for tensor in ignored}
     kept: list[Any] = []
 
-    def pack(tensor: Tensor) -> Tensor:
+    def note(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in known:
             known.add(storage._cdata)
             kept.append(storage)
             result.total += storage.nbytes()
             result.by_dtype[tensor.dtype] = result.by_dtype.get(tensor.dtype, 0) + storage.nbytes()
-        return tensor.detach()  # itself, the result of an operation would keep its own graph alive
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with watching_saved(note):
         yield result

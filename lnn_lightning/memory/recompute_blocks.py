@@ -19,13 +19,13 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from lnn_lightning.memory.recompute_state import Before
 from lnn_lightning.memory.saving import Kept, device_of, hooks_around, saving_with
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.extension import Body, UnitRun
 from lnn_lightning.parallel.step.hooks import hooks_set_aside, run_pre_hooks
+from lnn_lightning.parallel.step.saved import watching_saved
 from lnn_lightning.parallel.step.shapes import own_object
 from lnn_lightning.parallel.step.tree import Unflatten, tree_flatten, tree_leaves
 
@@ -117,7 +117,7 @@ class Segment:
     def _recompute(self) -> None:
         count = 0
 
-        def pack(tensor: Tensor) -> Tensor:
+        def note(tensor: Tensor) -> None:
             nonlocal count
             place = self._places[count]() if count < len(self._places) else None
             count += 1
@@ -127,10 +127,9 @@ class Segment:
                 self._values[place] = tensor.detach()
             if count >= len(self._places):
                 raise _Enough
-            return tensor.detach()  # itself, the result of an operation would keep its own graph alive
 
         try:
-            with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
+            with torch.enable_grad(), watching_saved(note):
                 self._run_again()
         except _Enough:
             return

@@ -32,13 +32,12 @@ from lnn_lightning.memory.recompute_replay import (
     Place,
     Replay,
     View,
-    device_random_as_now,
     map_arguments,
     results_of,
     unpack,
 )
 from lnn_lightning.memory.saving import Hooks, Kept, device_of, hooks_around, saving_with
-from lnn_lightning.parallel.step.randomness import is_random
+from lnn_lightning.parallel.step.randomness import device_random_as_now, is_random
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.bmm, _aten.baddbmm}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lnn_lightning.memory.saving import Kept, version_of
+from lnn_lightning.parallel.step.randomness import device_random_as_now
 
 
 class View:
@@ -144,13 +145,3 @@ def map_arguments(function: Callable[[Any], Any], arguments: Any) -> Any:
 def results_of(out: Any) -> list[Tensor]:
     """The tensors among the results of an operator."""
     return [leaf for leaf in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(leaf, Tensor)]
-
-
-def device_random_as_now(device: torch.device) -> Callable[[], None]:
-    """Makes a function that puts the device's generator into the state of now."""
-    if device.type == "cpu":
-        state = torch.get_rng_state()
-        return lambda: torch.set_rng_state(state)
-    module = torch.get_device_module(device.type)
-    state = module.get_rng_state(device)
-    return lambda: module.set_rng_state(state, device)

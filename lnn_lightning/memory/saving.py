@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.step.saved import refuses_hooks
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """What packs a tensor that is saved for backward, and what unpacks it again."""
@@ -37,7 +38,7 @@ def saving_with(hooks: Hooks) -> Iterator[None]:
         with saved_tensors_hooks(*hooks):
             yield
     except RuntimeError as error:
-        if "yet support saved tensor hooks" not in str(error):
+        if not refuses_hooks(error):
             raise
         raise StepError(
             "The step uses `torch.func` (`grad`, `vjp`, `jacrev` or `hessian`), which torch does not run where what is "

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.extension import Body, StepExtension, UnitRun
+from lnn_lightning.parallel.step.graph import nodes_behind
 from lnn_lightning.parallel.step.tree import tree_map, tree_tensors
 from lnn_lightning.parallel.tensor.sharded import Sharded, like
 
@@ -231,12 +232,7 @@ def _refuse_other_inputs(name: str, block: nn.Module, arguments: Any, out: Any) 
     """
     inputs = {tensor.grad_fn for tensor in tree_tensors(arguments)}
     own = {id(parameter) for parameter in block.parameters()}
-    nodes = [tensor.grad_fn for tensor in tree_tensors(out) if tensor.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if node in inputs:
-            continue
+    for node in nodes_behind(tree_tensors(out), inputs):
         variable = getattr(node, "variable", None)
         another = issubclass(getattr(node, "_forward_cls", object), _Leave)
         if another or (isinstance(variable, Tensor) and id(variable) not in own):
@@ -246,9 +242,6 @@ def _refuse_other_inputs(name: str, block: nn.Module, arguments: Any, out: Any) 
                 "an attribute): it would get a gradient with the scale of the block. Pass it as an argument, or leave "
                 "`gradient_scales` out."
             )
-        following = {function for function, _ in node.next_functions if function is not None} - seen
-        seen |= following
-        nodes += following
 
 
 class _Leave(torch.autograd.Function):

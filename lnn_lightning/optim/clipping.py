@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.nn.utils import clip_grads_with_norm_
 
-from lnn_lightning.memory.offload.pages import give_back
-
 _Item = TypeVar("_Item")
+LookedAt = Callable[[Iterable[Tensor]], None]
+"""Takes gradients that were looked at and whose memory can be given back, since they lie in a file."""
 _AT_A_TIME = 64 * 2**20
-"""Bytes of gradients looked at together."""
+"""Bytes of such gradients that are looked at together."""
 
 
 @torch.no_grad()
@@ -29,6 +29,7 @@ def mesh_grad_norm(
     groups: Sequence[ProcessGroup],
     counted: Callable[[nn.Parameter], bool] | None = None,
     norm_type: float = 2.0,
+    looked_at: LookedAt | None = None,
 ) -> Tensor:
     """The norm of all gradients as one vector. Collective: all ranks of the groups must call, even without gradients.
 
@@ -37,6 +38,7 @@ def mesh_grad_norm(
         groups: process groups along the axes on which ranks hold different parameters.
         counted: whether a parameter counts here; exactly one of the ranks that share it must count it.
         norm_type: order of the norm; ``math.inf`` for the largest absolute value.
+        looked_at: called behind every portion of the gradients; None: they are in memory, all at once.
 
     Returns:
         A scalar in fp32, or in fp64 if a gradient here is.
@@ -49,7 +51,7 @@ def mesh_grad_norm(
     parameters = list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None and (counted is None or counted(p))]
     device = next((tensor.device for tensor in (*grads, *parameters)), torch.device("cpu"))
-    norms = _norms(grads, norm_type, device)
+    norms = _norms(grads, norm_type, device, looked_at)
     if norm_type == math.inf:
         norm = _reduced_max(norms.max() if norms.numel() else norms.sum(), groups)
     else:
@@ -64,6 +66,7 @@ def clip_grad_by_mesh_norm(
     groups: Sequence[ProcessGroup],
     counted: Callable[[nn.Parameter], bool] | None = None,
     norm_type: float = 2.0,
+    looked_at: LookedAt | None = None,
 ) -> Tensor:
     """Scales the gradients of this rank as ``torch.nn.utils.clip_grad_norm_`` does, by the norm over the mesh.
 
@@ -77,14 +80,18 @@ def clip_grad_by_mesh_norm(
         ValueError: the order of the norm is not positive.
     """
     parameters = list(parameters)
-    norm = mesh_grad_norm(parameters, groups, counted, norm_type)
-    for some in _portions([p for p in parameters if p.grad is not None], lambda p: p.grad):  # type: ignore[arg-type, return-value]
-        clip_grads_with_norm_(some, max_norm, norm)
-        give_back(p.grad for p in some if p.grad is not None)
+    norm = mesh_grad_norm(parameters, groups, counted, norm_type, looked_at)
+    if looked_at is None:
+        clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+    by_gradient = [(p.grad, p) for p in parameters if p.grad is not None]
+    for some in _portions(by_gradient, lambda pair: pair[0]):
+        clip_grads_with_norm_([parameter for _, parameter in some], max_norm, norm)
+        looked_at(gradient for gradient, _ in some)
     return norm
 
 
-def _norms(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def _norms(grads: list[Tensor], norm_type: float, device: torch.device, looked_at: LookedAt | None) -> Tensor:
     """The norm of each gradient in fp64; low precision is accumulated in fp32."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
@@ -93,16 +100,17 @@ def _norms(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
             alike.setdefault((values.device, values.dtype), []).append(values)
     norms: list[Tensor] = []
     for (_, dtype), tensors in alike.items():
-        for some in _portions(tensors, lambda tensor: tensor):
+        for some in [tensors] if looked_at is None else _portions(tensors, lambda tensor: tensor):
             norms.extend(torch._foreach_norm(some, norm_type, dtype=torch.promote_types(dtype, torch.float32)))
-            give_back(some)
+            if looked_at is not None:
+                looked_at(some)
     if not norms:
         return torch.zeros(0, dtype=torch.float64, device=device)
     return torch.stack([norm.to(device) for norm in norms]).double()
 
 
 def _portions(items: Sequence[_Item], gradient: Callable[[_Item], Tensor]) -> Iterator[list[_Item]]:
-    """In order, so many at a time that their gradients, where they lie in a file, fit into memory."""
+    """In order, so many at a time that their gradients fit into memory."""
     some: list[_Item] = []
     nbytes = 0
     for item in items:

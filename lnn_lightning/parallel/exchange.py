@@ -12,7 +12,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from lnn_lightning.parallel.errors import AbsentValueError, ParallelError
 from lnn_lightning.parallel.step.tree import children_of
 
+_T = TypeVar("_T")
 _EXACT_INT = 2**53
 _KNOWN_SKELETONS = 256
 _KNOWN_BYTES = 1 << 16
@@ -289,6 +290,17 @@ def agree(error: BaseException | None, group: ProcessGroup | None, device: torch
     others = f" (and {len(failed) - 1} more of {len(lengths)} ranks failed)" if len(failed) > 1 else ""
     said = message.cpu().numpy().tobytes().decode(errors="replace")
     raise RemoteError(f"rank {_global_rank(group, first)}: {said}{others}")
+
+
+def all_or_none(run: Callable[[], _T], group: ProcessGroup | None, device: torch.device) -> _T:
+    """Runs something that ranks do together; if it fails on any of them, every rank raises, as by :func:`agree`."""
+    result, error = cast(_T, None), None
+    try:
+        result = run()
+    except Exception as caught:  # noqa: BLE001 - told to all ranks
+        error = caught
+    agree(error, group, device)
+    return result
 
 
 # ------------------------------------------------------------------------------------------------ batches

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from lnn_lightning.parallel.step.batch import own_copy
-from lnn_lightning.parallel.step.extension import StepExtension, UnitRun
+from lnn_lightning.parallel.step.extension import StepExtension, UnitRun, extended
+from lnn_lightning.parallel.step.graph import nodes_behind
 from lnn_lightning.parallel.step.observer import StepObserver
 from lnn_lightning.parallel.step.patching import patched_calls
 from lnn_lightning.parallel.step.plan import Plan
 from lnn_lightning.parallel.step.randomness import preserved_generators, preserved_rng
+from lnn_lightning.parallel.step.saved import watching_saved
 from lnn_lightning.parallel.step.standin import is_stand_in
 from lnn_lightning.parallel.step.tree import tree_flatten, tree_tensors
 
@@ -65,9 +66,7 @@ class _Counter:
         call = self.plan.trace.calls[self._count]
         self.call = call.index
         run = UnitRun(self.stage, 0, call, unit)
-        body = original
-        for extension in reversed(self.extensions):
-            body = _wrapped(extension, run, body)
+        body = extended(self.extensions, run, original)
         leaves, unflatten = tree_flatten((args, kwargs))
         args, kwargs = unflatten([leaf if isinstance(leaf, nn.Parameter) else self._fake(leaf) for leaf in leaves])
         try:
@@ -97,11 +96,12 @@ class _Counter:
             return leaf
         return self.plan.fake_mode.from_tensor(leaf, static_shapes=True)
 
-    def pack(self, tensor: Tensor) -> Tensor:
+    def note(self, tensor: Tensor) -> None:
+        """Books a tensor that is saved."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._ignored:
-            return tensor.detach()
+            return
         self._alive.append(storage)
         if (self.stage, key) not in self._known:
             self._known.add((self.stage, key))
@@ -109,11 +109,6 @@ class _Counter:
         if self.call is not None and (f"call {self.call}", key) not in self._known:
             self._known.add((f"call {self.call}", key))
             self.kept.of_calls[self.stage][self.call] += size
-        return tensor.detach()  # itself, the result of an operation would keep its own graph alive
-
-
-def _wrapped(extension: StepExtension, run: UnitRun, body: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: extension.call(run, body, args, kwargs)
 
 
 def count_kept(
@@ -147,7 +142,7 @@ def count_kept(
         stack.enter_context(observer.muted())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(patched_calls(units, counter.enter))
-        stack.enter_context(saved_tensors_hooks(counter.pack, lambda tensor: tensor))
+        stack.enter_context(watching_saved(counter.note))
         for extension in extensions:
             stack.callback(extension.finish)
             extension.begin(1, training=True)
@@ -161,19 +156,6 @@ def count_kept(
     loss = loss.get("loss") if isinstance(loss, dict) else loss
     if isinstance(loss, Tensor) and loss.requires_grad:
         names = {id(parameter): name for name, parameter in root.named_parameters()}
-        counter.kept.used = {names[key] for key in _reached(loss) if key in names}
+        reached = {id(node.variable) for node in nodes_behind([loss]) if hasattr(node, "variable")}
+        counter.kept.used = {name for key, name in names.items() if key in reached}
     return counter.kept
-
-
-def _reached(loss: Tensor) -> set[int]:
-    """``id`` of the parameters that a loss depends on."""
-    found, seen, nodes = set(), set(), [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        nodes += [following for following, _ in node.next_functions]
-    return found

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -20,6 +19,7 @@ from lnn_lightning.optim.masters import masters_of
 from lnn_lightning.parallel.data.shards import local_of
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
 from lnn_lightning.parallel.step.extension import StepExtension
+from lnn_lightning.parallel.step.saved import watching_saved
 from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors
 from lnn_lightning.planning.states import storage_bytes
 
@@ -42,17 +42,16 @@ class SavedWatch(StepExtension):
         self.engine, self.peak = engine, 0
         self._saved: dict[int, StorageWeakRef] = {}
 
-    def pack(self, tensor: Tensor) -> Tensor:
+    def note(self, tensor: Tensor) -> None:
         """Notes what is saved; parts and the like are counted by their memory."""
         storage = tensor.untyped_storage()
         if (known := self._saved.get(storage._cdata)) is None or known.expired():
             self._saved[storage._cdata] = StorageWeakRef(storage)
-        return tensor.detach()  # itself, the result of an operation would keep its own graph alive
 
     @override
     @contextmanager
     def forward(self, stage: int, index: int) -> Iterator[None]:
-        with saved_tensors_hooks(self.pack, lambda tensor: tensor):
+        with watching_saved(self.note):
             yield
         self.count()
 

@@ -196,7 +196,9 @@ class _Planned:
         """What a micro-batch leaves, and what it would without extensions; None where that cannot be counted."""
         try:
             whole = count_kept(self.root, self.plan, step, self.microbatch, observer)
-            with_them = count_kept(self.root, self.plan, step, self.microbatch, observer, extensions)
+            if not extensions:
+                return whole, whole
+            return count_kept(self.root, self.plan, step, self.microbatch, observer, extensions), whole
         except Exception as error:  # noqa: BLE001 - whatever blocks raise on tensors without data
             cause = self.trace.tail_error if not self.trace.calls else error
             self.notes.append(
@@ -204,7 +206,6 @@ class _Planned:
                 f"({type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''})."
             )
             return None, None
-        return (with_them if extensions else whole), whole
 
     def activations(
         self, pipeline: int, kept: KeptBytes | None, whole: KeptBytes | None, may_split: bool

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from lnn_lightning.optim.clipping import LookedAt
+
 
 def _always(parameter: nn.Parameter) -> bool:
     return True
@@ -22,8 +24,10 @@ class MeshAgreement:
         groups: process groups over which gradient norms are summed and overflows are agreed on.
         counted: whether a parameter counts in the norm here; one of the ranks that share it counts it.
         device: where a rank without gradients communicates.
+        looked_at: takes gradients that were looked at, where they lie in a file; None: they are in memory.
     """
 
     groups: tuple[ProcessGroup, ...] = ()
     counted: Callable[[nn.Parameter], bool] = _always
     device: torch.device = torch.device("cpu")
+    looked_at: LookedAt | None = None

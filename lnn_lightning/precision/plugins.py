@@ -66,8 +66,9 @@ class MeshPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        given = self.agreement
         clip_grad_by_mesh_norm(
-            self.main_params(optimizer), float(clip_val), self.agreement.groups, self.agreement.counted
+            self.main_params(optimizer), float(clip_val), given.groups, given.counted, looked_at=given.looked_at
         )
 
 

@@ -13,7 +13,7 @@ from lnn_lightning.memory.offload.activations import ActivationKeeper
 from lnn_lightning.memory.recompute import Recompute, recompute_extension
 from lnn_lightning.memory.report import Report
 from lnn_lightning.memory.saved_tensors import SavedTensors
-from lnn_lightning.parallel.exchange import agree
+from lnn_lightning.parallel.exchange import all_or_none
 from lnn_lightning.parallel.layout import DATA
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
 from lnn_lightning.parallel.step.extension import StepExtension
@@ -61,38 +61,36 @@ class MemoryHooks(OffloadHooks):
 
     def _keeper(self) -> ActivationKeeper | None:
         """Where saved tensors go. Collective: a rank whose folder does not take them stops all."""
-        settings, made, error = self._offload, None, None
+        settings = self._offload
         if settings is None or not settings.has("activations"):
             return None
-        try:
+
+        def make() -> ActivationKeeper | None:
             check_disk(settings)
-            made = activation_keeper(settings, self.root_device)
-        except Exception as caught:  # noqa: BLE001 - told to all ranks
-            error = caught
-        agree(error, dist.group.WORLD, self.root_device)
-        return made
+            return activation_keeper(settings, self.root_device)
+
+        return all_or_none(make, dist.group.WORLD, self.root_device)
 
     def _fetching(self) -> list[StepExtension]:
         """Parameters and gradients in files. Collective: a rank whose folder does not take them stops all."""
         settings = self._offload
-        made: list[StepExtension] = []
         if settings is None:
             return []
         refuse_parts(settings, self.root_device.type, self.mesh.size(DATA), self._zero.stage)
         if not settings.in_file or not (settings.has("parameters") or settings.has("gradients")):
             return []  # what the CPU computes with is in host memory already
-        error = None
-        try:
+
+        def make() -> list[StepExtension]:
+            made: list[StepExtension] = []
             if not settings.has("activations"):
                 check_disk(settings)
             if settings.has("parameters"):
                 made.append(keep_parameters(self.engine, settings))
             if settings.has("gradients"):
                 made.append(keep_gradients(self.engine, settings))
-        except Exception as caught:  # noqa: BLE001 - told to all ranks
-            error = caught
-        agree(error, dist.group.WORLD, self.root_device)
-        return made
+            return made
+
+        return all_or_none(make, dist.group.WORLD, self.root_device)
 
 
 def _tell(report: Report) -> None:

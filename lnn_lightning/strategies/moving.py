@@ -6,10 +6,11 @@ import torch
 
 from lnn_lightning.memory.offload.activations import ActivationKeeper
 from lnn_lightning.memory.offload.gradients import GradientPages
-from lnn_lightning.memory.offload.pages import PageFile, trim
+from lnn_lightning.memory.offload.pages import PageFile, give_back, trim
 from lnn_lightning.memory.offload.parameters import ParameterPages
 from lnn_lightning.memory.offload.settings import Offload
 from lnn_lightning.memory.offload.store import FileStore, check_bandwidth, open_store
+from lnn_lightning.optim.clipping import LookedAt
 from lnn_lightning.parallel.data.shards import is_sharded
 from lnn_lightning.parallel.errors import LayoutError
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
@@ -92,3 +93,8 @@ def keep_gradients(engine: PipelineEngine, settings: Offload) -> GradientPages:
         OffloadError: the folder cannot be written to.
     """
     return GradientPages(PageFile(settings.target), engine.residence.parameters())
+
+
+def gradients_looked_at(settings: Offload | None) -> LookedAt | None:
+    """What takes gradients that somebody has looked at; None if they are not kept in a file."""
+    return give_back if settings is not None and settings.in_file and settings.has("gradients") else None

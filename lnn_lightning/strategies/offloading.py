@@ -19,7 +19,7 @@ from lnn_lightning.memory.offload.overlap import UpdateWaits, names_within
 from lnn_lightning.memory.offload.settings import Offload, OffloadError
 from lnn_lightning.memory.offload.store import Store, check_bandwidth, open_store
 from lnn_lightning.optim.cuts import KnowsCuts
-from lnn_lightning.parallel.exchange import agree
+from lnn_lightning.parallel.exchange import all_or_none
 from lnn_lightning.parallel.layout import DATA, TENSOR
 from lnn_lightning.precision import (
     MeshDoublePrecision,
@@ -54,20 +54,21 @@ class OffloadHooks(StepHooks):
             OffloadError: an optimizer's state cannot be split, or the folder does not take it (on any rank).
         """
         self._end_offload()
-        settings, error = self._offload, None
+        settings = self._offload
         if settings is None or not settings.has("optimizer"):
             return
         pin = self.root_device.type != "cpu" if settings.pin_memory == "auto" else settings.pin_memory
-        try:
-            self._state_store = open_store(settings, pin)
+
+        def make() -> list[OffloadedOptimizer]:
+            self._state_store = store = open_store(settings, pin)
             if settings.minimum_bandwidth is not None:
-                check_bandwidth(self._state_store, settings.minimum_bandwidth)
+                check_bandwidth(store, settings.minimum_bandwidth)
             self._refuse_collective()
-            made = [OffloadedOptimizer(plain_optimizer(each), self._state_store, settings) for each in self.optimizers]
+            made = [OffloadedOptimizer(plain_optimizer(each), store, settings) for each in self.optimizers]
             self._keep_masters(made)
-        except Exception as caught:  # noqa: BLE001 - told to all ranks
-            error = caught
-        agree(error, dist.group.WORLD, self.root_device)
+            return made
+
+        made = all_or_none(make, dist.group.WORLD, self.root_device)
         if settings.in_file or self.root_device.type != "cpu":  # else it stays where it is
             self._attach(trainer, settings, made)
         self.optimizers = self.optimizers  # Lightning's wrappers copy the attributes of what they wrap
@@ -178,11 +179,6 @@ class OffloadHooks(StepHooks):
             self._state_store.release()
 
     # ---------------------------------------------------------------- whoever looks
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.settle_updates()
-        return super().lightning_module_state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from lnn_lightning.memory.recompute import Recompute, check_recompute
 from lnn_lightning.parallel.data.settings import ZeroSettings
 from lnn_lightning.parallel.data.shards import is_sharded
 from lnn_lightning.parallel.errors import LayoutError, StepError
-from lnn_lightning.parallel.exchange import agree
+from lnn_lightning.parallel.exchange import all_or_none
 from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Layout, data_axis
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine, PipelineSettings
 from lnn_lightning.parallel.pipeline.schedules import place
@@ -41,6 +41,7 @@ from lnn_lightning.strategies.effects import set_metric_group
 from lnn_lightning.strategies.initial_weights import read_initial_weights
 from lnn_lightning.strategies.manual import computing_step
 from lnn_lightning.strategies.memory import MemoryHooks
+from lnn_lightning.strategies.moving import gradients_looked_at
 from lnn_lightning.strategies.peek import peek_batch
 from lnn_lightning.strategies.scaling import scale_blocks
 from lnn_lightning.strategies.signals import AgreedSignals
@@ -236,6 +237,7 @@ class PTDPStrategy(MemoryHooks, DataHooks):
             (*axes, *([self.mesh.shard_group] if self._zero.stage > 0 else [])),
             lambda parameter: self.engine.residence.counts_here(parameter),
             self.root_device,
+            gradients_looked_at(self._offload),
         )
         self.precision_plugin = mesh_precision(self.precision_plugin, agreement)
         self.precision_plugin.convert_module(module)
@@ -259,26 +261,28 @@ class PTDPStrategy(MemoryHooks, DataHooks):
         return batch
 
     def _read_initial_weights(self, path: str | Path, module: pl.LightningModule) -> None:
-        error = None
-        try:
+        def read() -> None:
             read_initial_weights(path, module, self.engine.residence, self.engine.unset or ())
-        except Exception as caught:  # noqa: BLE001 - told to all ranks
-            error = caught
-        agree(error, dist.group.WORLD, self.root_device)
+
+        all_or_none(read, dist.group.WORLD, self.root_device)
 
     def _first_batch(self, trainer: pl.Trainer) -> Any:
         """One batch of the loop that starts. Collective: a rank without one stops all."""
-        batch, error = None, None
-        try:
-            batch = self._example_batch if self._example_batch is not None else peek_batch(trainer)
-            if batch is None:
-                raise StepError(
-                    "There is no batch to trace the step with: the dataloader is empty. Pass `example_batch=`."
-                )
-            batch = self.precision_plugin.convert_input(batch)
-        except Exception as caught:  # noqa: BLE001 - told to all ranks
-            error = caught
-        agree(error, dist.group.WORLD, self.root_device)
+        return all_or_none(
+            lambda: self.precision_plugin.convert_input(self.own_first_batch(trainer)),
+            dist.group.WORLD,
+            self.root_device,
+        )
+
+    def own_first_batch(self, trainer: pl.Trainer) -> Any:
+        """One batch of the loop that starts, as the dataloader of this rank gives it.
+
+        Raises:
+            StepError: it gives none.
+        """
+        batch = self._example_batch if self._example_batch is not None else peek_batch(trainer)
+        if batch is None:
+            raise StepError("There is no batch to trace the step with: the dataloader is empty. Pass `example_batch=`.")
         return batch
 
     def _example_step(self, kind: str) -> Any:

@@ -9,6 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.zoo.vision import BasicBlock
+
 
 class VGG(nn.Module):
     """VGG; a number: channels of a convolution, "M": a max-pool."""
@@ -37,28 +39,6 @@ class VGG(nn.Module):
         return self.classifier(torch.flatten(self.avgpool(self.features(x)), 1))
 
 
-class BasicBlock(nn.Module):
-    def __init__(self, inside: int, outside: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outside)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outside)
-        self.downsample = None
-        if stride != 1 or inside != outside:
-            self.downsample = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
-
-    def forward(self, x: Tensor) -> Tensor:
-        identity = x
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        if self.downsample is not None:
-            identity = self.downsample(x)
-        out += identity
-        return self.relu(out)
-
-
 class ResNet(nn.Module):
     """ResNet of basic blocks."""
 
@@ -73,7 +53,11 @@ class ResNet(nn.Module):
         for stage, count in enumerate(blocks):
             outside = width * 2**stage
             for index in range(count):
-                layers.append(BasicBlock(inside, outside, 2 if stage and not index else 1))
+                stride = 2 if stage and not index else 1
+                shorter: nn.Module | None = None
+                if stride != 1 or inside != outside:
+                    shorter = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+                layers.append(BasicBlock(inside, outside, stride, shorter))
                 inside = outside
         self.layers = nn.Sequential(*layers)
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))

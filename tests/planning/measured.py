@@ -13,6 +13,7 @@ from lnn_lightning.commands.measuring import MeasureMemory
 from lnn_lightning.commands.unlaunched import predict_memory
 from lnn_lightning.planning.memory import Prediction
 from lnn_lightning.precision import MeshHalfPrecision
+from tests.helpers.reference import quiet_trainer
 
 
 class Llama(LightningModule):
@@ -50,17 +51,8 @@ def fit_of(name: str, ranks: int, layout: dict[str, Any], options: dict[str, Any
     tokens = torch.randint(128, (64, 33))
     data = [(each[:-1], each[1:]) for each in tokens]
     module = Llama() if name == "llama" else ByteGPT(n_layer=4, n_head=4, n_embd=64, block_size=32)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=PTDPStrategy(**layout),
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    options |= {"max_steps": 2, "use_distributed_sampler": True}
+    trainer = quiet_trainer(PTDPStrategy(**layout), ranks, **options)
     return trainer, module, DataLoader(data, batch_size=8)  # type: ignore[arg-type, var-annotated]
 
 

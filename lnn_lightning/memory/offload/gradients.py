@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lnn_lightning.memory.offload.pages import PageFile, Place, can_move
+from lnn_lightning.parallel.data.shards import local_of
 from lnn_lightning.parallel.step.extension import StepExtension
 
 
@@ -45,13 +46,13 @@ class GradientPages(StepExtension):
     def _moving(self) -> Iterator[None]:
         yield
         for parameter in self._parameters:
-            if parameter.grad is not None and not self._file.pages([_local(parameter.grad)]):
+            if parameter.grad is not None and not self._file.pages([local_of(parameter.grad)]):
                 self._move(parameter)
 
     def _move(self, parameter: Tensor) -> None:
         if parameter.grad is None:
             return
-        gradient = _local(parameter.grad)
+        gradient = local_of(parameter.grad)
         if not self._file.pages([gradient]):
             if gradient.requires_grad or not can_move(gradient):
                 return
@@ -85,7 +86,3 @@ def _mover(pages: weakref.ref[GradientPages]) -> Callable[[Tensor], None]:
             mine._move(parameter)
 
     return move
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient

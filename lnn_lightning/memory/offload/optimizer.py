@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lnn_lightning.checkpoint.states import same_values
 from lnn_lightning.memory.offload.lane import Lane, Work
-from lnn_lightning.memory.offload.places import SMALL, Home, Leaf, is_dense
+from lnn_lightning.memory.offload.places import SMALL, Home, Leaf
 from lnn_lightning.memory.offload.probe import Behaviour, behaviour_of, leaves_of
 from lnn_lightning.memory.offload.settings import Offload, OffloadError
 from lnn_lightning.memory.offload.shadow import snapshot
@@ -78,7 +78,7 @@ class OffloadedOptimizer:
     def stays(self, parameter: Tensor) -> bool:
         """Whether a parameter's state stays where the optimizer makes it."""
         here = self.store.in_place and parameter.device.type == "cpu"
-        return here or parameter.numel() < SMALL or not is_dense(parameter)
+        return here or parameter.numel() < SMALL or not torch.ops.aten.is_non_overlapping_and_dense(parameter)
 
     def reserve(self) -> None:
         """Makes room for the state that the first step will make, as far as it is known, so that there is some then.

@@ -13,7 +13,6 @@ import errno
 import mmap
 import os
 import sys
-import uuid
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lnn_lightning.memory.offload.files import mapped, new_file, refusal, room_of, take_room
 from lnn_lightning.memory.offload.settings import OffloadError
-from lnn_lightning.memory.offload.store import mapped, refusal
 
 WORTHWHILE = 2 * mmap.PAGESIZE
 """Bytes; smaller tensors stay in memory."""
@@ -87,12 +86,7 @@ class PageFile:
     def __init__(self, folder: str | Path) -> None:
         if _libc is None:
             raise OffloadError(f"Parameters and gradients in files need Linux; this is {sys.platform}.")
-        self.folder = Path(folder).expanduser()
-        path = self.folder / f"pages-{os.getpid()}-{uuid.uuid4().hex}.bin"
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise OffloadError(refusal(self.folder, error)) from error
+        self.folder, path, self._fd = new_file(folder, "pages")
         path.unlink()
         self._end = 0
         self._window: tuple[int, mmap.mmap] | None = None
@@ -111,8 +105,8 @@ class PageFile:
             OffloadError: the disk is full.
         """
         nbytes = -(-like.numel() * like.element_size() // mmap.PAGESIZE) * mmap.PAGESIZE
+        take_room(self._fd, self.folder, self._end, nbytes, room_of(self._fd))
         try:
-            os.posix_fallocate(self._fd, self._end, nbytes)
             if self._window is None or self._end + nbytes > self._window[0] + len(self._window[1]):
                 self._window = self._end, mapped(self._fd, self._end, nbytes)
         except OSError as error:

@@ -52,18 +52,6 @@ class Home:
     updated: Callable[[int, int, Tensor], None] | None = None
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill its memory from its first one on, in whatever order."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def in_order_of(tensor: Tensor, like: Tensor) -> Tensor:
     """A tensor's elements in the order in which those of another of its shape lie in memory."""
     if tensor.stride() != like.stride():

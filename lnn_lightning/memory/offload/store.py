@@ -14,23 +14,21 @@ import mmap
 import os
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lnn_lightning.memory.offload.files import mapped, new_file, refusal, room_of, take_room
 from lnn_lightning.memory.offload.settings import Offload, OffloadError
 
 ALIGNED = 4096
 """Bytes; direct access is to multiples of it, in the file and in memory."""
-WINDOW = 1 << 28
-"""Bytes of a file that are mapped at a time, or more: each mapping takes one of the process's open files."""
 
 
 @dataclass(frozen=True)
@@ -193,12 +191,8 @@ class FileStore:
     in_place = False
 
     def __init__(self, folder: str | Path, threads: int = 4, pin: bool = False, direct: bool = True) -> None:
-        self.folder, self._pin = Path(folder).expanduser(), pin
-        path = self.folder / f"offload-{os.getpid()}-{uuid.uuid4().hex}.bin"
-        try:
-            self._cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise OffloadError(refusal(self.folder, error)) from error
+        self._pin = pin
+        self.folder, path, self._cached = new_file(folder, "offload")
         try:
             self._direct = _open_direct(path) if direct else None
         finally:
@@ -228,19 +222,13 @@ class FileStore:
         with self._lock:
             if self._free.get(size):
                 return Region(self._free[size].pop(), numel, dtype)
-            try:
-                if size > self.room():  # else it would be filled up before it refuses
-                    raise OSError(errno.ENOSPC, "no room")
-                os.posix_fallocate(self._cached, self._end, size)
-            except OSError as error:
-                raise OffloadError(refusal(self.folder, error, self._end + size)) from error
+            take_room(self._cached, self.folder, self._end, size, self.room())
             self._end += size
             return Region(self._end - size, numel, dtype)
 
     def room(self) -> int:
         """Bytes that the disk has left for more regions."""
-        disk = os.statvfs(self._cached)
-        return disk.f_bavail * disk.f_frsize
+        return room_of(self._cached)
 
     def read(self, region: Region, out: Tensor, start: int = 0) -> Future[None]:
         """See :class:`Store`."""
@@ -325,14 +313,6 @@ class FileStore:
         return all(seen)
 
 
-def mapped(fd: int, start: int, nbytes: int) -> mmap.mmap:
-    """A part of a file in memory, with what comes behind it, be it there yet or not, up to :data:`WINDOW`."""
-    nbytes = max(nbytes, WINDOW)
-    if os.fstat(fd).st_size < start + nbytes:
-        os.ftruncate(fd, start + nbytes)  # takes no room on the disk
-    return mmap.mmap(fd, nbytes, offset=start)
-
-
 def _done() -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
@@ -375,21 +355,3 @@ def _all(act: Callable[..., int], fd: int, view: memoryview, offset: int) -> Non
         if count < len(view) and count % ALIGNED:  # what comes next could not be direct
             raise OSError(errno.ENOSPC if act is os.pwritev else errno.EIO, "only a part was transferred")
         view, offset = view[count:], offset + count
-
-
-def _amount(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
-
-
-def refusal(folder: Path, error: OSError, need: int | None = None) -> str:
-    """What to tell the user about an error of the folder."""
-    what: dict[Any, str] = {
-        errno.ENOENT: "it does not exist on this host. Make it, or set another `target`.",
-        errno.ENOTDIR: "it is no folder. Set another `target`.",
-        errno.EACCES: "this user may not write to it. Set another `target`.",
-        errno.EROFS: "it is on a read-only file system. Set another `target`.",
-        errno.ENOSPC: "its disk is full"
-        + (f" ({_amount(need)} are needed for this rank)" if need is not None else "")
-        + ". Make room, or set another `target`.",
-    }
-    return f"Offloading to {str(folder)!r} failed: " + what.get(error.errno, f"{error.strerror or error}.")

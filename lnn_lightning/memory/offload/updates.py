@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lnn_lightning.memory.offload.lane import Slot
-from lnn_lightning.memory.offload.pages import give_back
+from lnn_lightning.memory.offload.pages import give_back, trim
 from lnn_lightning.memory.offload.places import SMALL, Home, Leaf, flat, in_order_of, part_of
 from lnn_lightning.memory.offload.settings import OffloadError
 from lnn_lightning.memory.offload.shadow import Changes, Snapshot, step_on
@@ -110,7 +109,7 @@ class PartUpdate:
             for name in set(home.leaves) - set(state):  # there was room for it, and it was not made
                 self.store.free(home.leaves.pop(name).region)
             if not home.made:
-                give_back_freed()  # what the optimizer made it in is spread over the heap
+                trim()  # what the optimizer made it in is spread over the heap
             self.done(home, rest)
 
     def _shaped(self, elements: Tensor) -> Tensor:
@@ -178,9 +177,3 @@ def _fetched(values: Tensor, gradient: Tensor, slot: Slot, stream: Any) -> Itera
     with torch.cuda.stream(stream):
         values.copy_(here[0], non_blocking=True)
     stream.synchronize()  # from here on every stream sees the new values, and the buffer may be used again
-
-
-def give_back_freed() -> None:
-    """Gives memory that was freed back to the system, where the C library keeps it."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL("libc.so.6").malloc_trim(0)

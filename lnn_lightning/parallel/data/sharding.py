@@ -229,15 +229,7 @@ class Sharding:
 
     def gathered(self) -> list[Tensor]:
         """Whole parameters that are here at the moment."""
-        groups = [
-            group
-            for modules in self._units.values()
-            for module in modules.values()
-            for group in module._get_fsdp_state()._fsdp_param_groups
-        ]
-        whole = [
-            each._unsharded_param for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")
-        ]
+        whole = [each._unsharded_param for each in self._fsdp_parameters() if hasattr(each, "_unsharded_param")]
         return [tensor for tensor in whole if tensor.untyped_storage().nbytes()]
 
     def abandon(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -63,3 +64,14 @@ class StepExtension:
     def call(self, run: UnitRun, body: Body, args: Any, kwargs: Any) -> Any:
         """Runs a unit, in training steps and in others (then without gradients)."""
         return body(*args, **kwargs)
+
+
+def extended(extensions: Sequence[StepExtension], run: UnitRun, body: Body) -> Body:
+    """Runs a unit with extensions around it, the first one outermost."""
+    for extension in reversed(extensions):
+        body = partial(_extended, extension, run, body)
+    return body
+
+
+def _extended(extension: StepExtension, run: UnitRun, body: Body, /, *args: Any, **kwargs: Any) -> Any:
+    return extension.call(run, body, args, kwargs)

@@ -28,20 +28,11 @@ def seed_of(*numbers: int) -> int:
 @contextmanager
 def preserved_rng(device: torch.device) -> Iterator[None]:
     """Puts the global random states (torch, Python, numpy) back on exit."""
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=_forkable(device)):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
-
-
-def _forkable(device: torch.device) -> str:
-    return device.type if device.type != "cpu" else "cuda"
+    put_back = random_as_now(device)
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
@@ -117,17 +108,25 @@ def generators_as_now(root: nn.Module) -> Callable[[], None]:
 def random_as_now(device: torch.device) -> Callable[[], None]:
     """Makes a function that puts all global generators into the state of now."""
     numpy = sys.modules.get("numpy")
-    python_state, cpu_state = random.getstate(), torch.get_rng_state()
+    python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    module = torch.get_device_module(device.type) if device.type != "cpu" else None
-    device_state = module.get_rng_state(device) if module is not None else None
+    torchs = [device_random_as_now(each) for each in dict.fromkeys((torch.device("cpu"), device))]
 
     def put_back() -> None:
         random.setstate(python_state)
-        torch.set_rng_state(cpu_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
-        if module is not None:
-            module.set_rng_state(device_state, device)
+        for each in torchs:
+            each()
 
     return put_back
+
+
+def device_random_as_now(device: torch.device) -> Callable[[], None]:
+    """Makes a function that puts torch's generator of one device into the state of now."""
+    if device.type == "cpu":
+        state = torch.get_rng_state()
+        return lambda: torch.set_rng_state(state)
+    module = torch.get_device_module(device.type)
+    state = module.get_rng_state(device)
+    return lambda: module.set_rng_state(state, device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lnn_lightning.parallel.errors import AbsentValueError, StepError
-from lnn_lightning.parallel.step.extension import Body, StepExtension, UnitRun
+from lnn_lightning.parallel.step.extension import Body, StepExtension, UnitRun, extended
 from lnn_lightning.parallel.step.glue import GlueMode, glue_mode
 from lnn_lightning.parallel.step.hooks import hooks_set_aside, is_call, run_hooks, runs_hooks
 from lnn_lightning.parallel.step.patching import patched_calls
@@ -88,9 +87,7 @@ class _Run:
 
         seed, device = self.seed, self.plan.device
         run = UnitRun(self.stage, self.index, call, unit, is_call(original))
-        for extension in reversed(self._extensions):
-            body = partial(_extended, extension, run, body)
-        return body
+        return extended(self._extensions, run, body)
 
     def _expected(self) -> str:
         calls = self.plan.trace.calls
@@ -125,10 +122,6 @@ class _Run:
             if isinstance(leaf, Tensor) and key in self.sent:
                 leaf = leaf if key in self.plan.parts else whole(leaf)
                 self.values[key] = leaf.clone() if key in self.plan.trace.mutated else leaf
-
-
-def _extended(extension: StepExtension, run: UnitRun, body: Body, /, *args: Any, **kwargs: Any) -> Any:
-    return extension.call(run, body, args, kwargs)
 
 
 class StepRunner:

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -15,6 +14,7 @@ from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.glue import masks_as_indices
 from lnn_lightning.parallel.step.interception import CheckpointRegions
 from lnn_lightning.parallel.step.randomness import is_random
+from lnn_lightning.parallel.step.saved import refuses_hooks, watching_saved
 from lnn_lightning.parallel.step.tree import tree_leaves
 
 Key: TypeAlias = tuple[int, int]
@@ -137,16 +137,15 @@ class UnitWatch(TorchDispatchMode):
         It gets none of a unit that uses ``torch.func``, which refuses to run under saved-tensor hooks.
         """
 
-        def pack(tensor: Tensor) -> Tensor:
+        def note(tensor: Tensor) -> None:
             if (address := address_of(tensor)) not in self.given and address not in self.tracker.parameters:
                 self.saved[address] = tensor.detach()
-            return tensor.detach()  # itself, the result of an operation would keep its own graph alive
 
         try:
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
+            with watching_saved(note):
                 return run()
         except RuntimeError as error:
-            if "yet support saved tensor hooks" not in str(error):
+            if not refuses_hooks(error):
                 raise
         self.saved.clear()
         return run()

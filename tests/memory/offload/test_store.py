@@ -107,7 +107,7 @@ def test_settings_take_lists_and_sets():
 
 def test_few_files_are_open_however_many_tensors_there_are(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path.parent))
-    monkeypatch.setattr("lnn_lightning.memory.offload.store.WINDOW", 1 << 20)
+    monkeypatch.setattr("lnn_lightning.memory.offload.files.WINDOW", 1 << 20)
     store, kept = FileStore(f"~/{tmp_path.name}"), []
     before = len(os.listdir("/proc/self/fd"))
     regions = [store.allocate(20_000, torch.float32) for _ in range(30)]
