@@ -17,6 +17,7 @@ from lnn_lightning.parallel.errors import LayoutError
 
 PIPELINE, DATA, TENSOR = AXES = ("pipeline_parallel", "data_parallel", "tensor_parallel")
 HYBRID = ("data_replicate", "data_shard")
+EXPERT_DATA, EXPERT, EXPERT_TENSOR = "expert_data", "expert_parallel", "expert_tensor"
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,20 @@ class Layout:
     """Sizes of the mesh axes; their product is the number of processes.
 
     ``data_replicas``: the data axis falls into this many groups of neighbours, each of which holds the sharded state
-    once (hybrid sharding).
+    once (hybrid sharding). ``expert_parallel_size`` folds into the data and tensor axes: so many neighbours among data
+    x tensor ranks share out the experts, or so many data ranks with the same place among the tensor ranks, if those
+    divide each expert (``divides_experts``).
 
     Raises:
-        LayoutError: a size is not a positive whole number.
+        LayoutError: a size is not a positive whole number, or the expert ranks do not fit.
     """
 
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     tensor_parallel_size: int = 1
     data_replicas: int = 1
+    expert_parallel_size: int = 1
+    divides_experts: bool = False
 
     def __post_init__(self) -> None:
         for axis, size in zip(AXES, self.shape, strict=True):
@@ -43,11 +48,30 @@ class Layout:
             raise LayoutError(
                 f"{self.data_parallel_size} data ranks cannot be divided into {self.data_replicas} equal groups."
             )
+        ranks = self.data_parallel_size * (1 if self.divides_experts else self.tensor_parallel_size)
+        if ranks % self.expert_parallel_size:
+            of = "data" if self.divides_experts or self.tensor_parallel_size == 1 else "data x tensor"
+            fits = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+            raise LayoutError(
+                f"`expert_parallel_size={self.expert_parallel_size}` does not divide the {ranks} {of} ranks, which are "
+                f"the expert ranks too. Sizes that do: {fits}."
+            )
 
     @property
     def shard_size(self) -> int:
         """Data ranks that share one copy of the sharded state."""
         return self.data_parallel_size // self.data_replicas
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Tensor ranks that divide each expert."""
+        return self.tensor_parallel_size if self.divides_experts else 1
+
+    @property
+    def expert_data_size(self) -> int:
+        """Ranks that hold the same (part of an) expert."""
+        ranks = self.data_parallel_size * self.tensor_parallel_size
+        return ranks // (self.expert_parallel_size * self.expert_tensor_size)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -87,6 +111,8 @@ def resolve_layout(
     pipeline_parallel_size: int = 1,
     data_parallel_size: int | Sequence[int] | Literal["auto"] = "auto",
     tensor_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+    divides_experts: bool = False,
 ) -> Layout:
     """Fills in ``data_parallel_size="auto"`` and checks the sizes against the number of processes.
 
@@ -104,7 +130,8 @@ def resolve_layout(
                 "change the sizes."
             )
         size = world_size // model_parallel
-    layout = Layout(pipeline_parallel_size, size, tensor_parallel_size, replicas)
+    experts = expert_parallel_size, divides_experts
+    layout = Layout(pipeline_parallel_size, size, tensor_parallel_size, replicas, *experts)
     if layout.world_size != world_size:
         raise LayoutError(
             f"pipeline_parallel_size={pipeline_parallel_size} x data_parallel_size={size} x "
@@ -119,19 +146,28 @@ class Mesh:
     """The layout on real processes: this rank's place and the process groups along each axis.
 
     ``sharding`` is the data axis alone, or for hybrid sharding the two axes replicate x shard it consists of.
+    ``experts`` has the axes that expert parallelism folds data and tensor ranks into: ranks that hold the same experts,
+    ranks that share them out, ranks that divide each; None: experts are not spread.
     """
 
     layout: Layout
     device_mesh: DeviceMesh
     sharding: DeviceMesh
+    experts: DeviceMesh | None = None
     _shared_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     @classmethod
     def create(cls, layout: Layout, device_type: str) -> Mesh:
         """Builds the device mesh. Collective over all processes; the default process group must exist."""
         mesh = init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES)
+        experts = None
+        if layout.expert_parallel_size > 1 or layout.expert_tensor_size > 1:
+            sizes = layout.expert_data_size, layout.expert_parallel_size, layout.expert_tensor_size
+            names = (PIPELINE, EXPERT_DATA, EXPERT, EXPERT_TENSOR)
+            folded = init_device_mesh(device_type, (layout.pipeline_parallel_size, *sizes), mesh_dim_names=names)
+            experts = folded[names[1:]]
         if layout.data_replicas == 1:
-            return cls(layout, mesh, mesh[DATA])
+            return cls(layout, mesh, mesh[DATA], experts)
         shape = (
             layout.pipeline_parallel_size,
             layout.data_replicas,
@@ -139,7 +175,7 @@ class Mesh:
             layout.tensor_parallel_size,
         )
         hybrid = init_device_mesh(device_type, shape, mesh_dim_names=(PIPELINE, *HYBRID, TENSOR))
-        return cls(layout, mesh, hybrid[HYBRID])
+        return cls(layout, mesh, hybrid[HYBRID], experts)
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
