@@ -190,6 +190,7 @@ class PipelineEngine:
             return
         self.sharding = self.residence.sharding = shard_units(
             *(self.root, self.book.units.names, self.stages, self.ownership, self._trace, self.mesh.sharding, settings),
+            self.mesh.group(DATA),
             self.settings.reduce_dtype,
         )
         self.book.whole_shapes = self.sharding.whole_shapes
