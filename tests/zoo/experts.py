@@ -167,7 +167,7 @@ class LLaMAMoE(nn.Module):
         masks = indices.unsqueeze(-1) == torch.arange(self.n_expert, device=x.device)
         masks = masks.permute(2, 0, 1)
         y = torch.zeros_like(x)
-        for mask, expert in zip(masks, self.experts):
+        for mask, expert in zip(masks, self.experts):  # noqa: B905
             token_idx, expert_idx = torch.where(mask)
             y[token_idx] += probs[token_idx, expert_idx, None] * expert(x[token_idx])
         return y.view(B, T, C)
