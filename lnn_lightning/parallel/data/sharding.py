@@ -70,7 +70,7 @@ class Sharding:
         whole: names of parameters that stay whole, with the reason.
         mesh: data ranks, or replicate x shard.
         settings: which stage of ZeRO, and when to free whole parameters.
-        group: all data ranks, also where ``mesh`` has two axes.
+        ranks: all data ranks, also where ``mesh`` has two axes.
         reduce_dtype: in which gradients are added up; None: see :func:`reduction_dtype`.
     """
 
@@ -81,11 +81,11 @@ class Sharding:
         whole: Mapping[str, str],
         mesh: DeviceMesh,
         settings: ZeroSettings,
-        group: dist.ProcessGroup,
+        ranks: dist.ProcessGroup,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.settings, self.whole = settings, dict(whole)
-        self._group = group
+        self._ranks = ranks
         self._used: set[int] = set()
         parameters = dict(root.named_parameters())
         ignored = {parameter for name, parameter in parameters.items() if name in whole or is_stand_in(parameter)}
@@ -151,7 +151,8 @@ class Sharding:
         # which parameters a step uses may depend on the data; ranks must still reduce the same ones
         modules[0].set_reduce_scatter_unused_params(True, recurse=False)
         for group in modules[0]._get_fsdp_state()._fsdp_param_groups:
-            group.post_backward = partial(self._reduce, group, group.post_backward)
+            reduce = group.post_backward
+            group.post_backward = partial(self._reduce, group, reduce)  # type: ignore[method-assign]
         return modules[0]
 
     def _reduce(self, group: Any, reduce: Callable[..., None], *args: Any) -> None:
@@ -251,7 +252,7 @@ class Sharding:
     def _drop_unused(self) -> None:
         """What no data rank has used has no gradient, as on one process."""
         learning = [shard.parameter for shard in self.shards if shard.parameter.requires_grad]
-        Unused(learning, self._group, [id(parameter) not in self._used for parameter in learning]).drop()
+        Unused(learning, self._ranks, [id(parameter) not in self._used for parameter in learning]).drop()
         self._used.clear()
 
     def gathered(self) -> list[Tensor]:

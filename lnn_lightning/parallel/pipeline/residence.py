@@ -41,6 +41,7 @@ class Residence:
         self.root, self.ownership, self.placement, self.mesh, self._book = root, ownership, placement, mesh, book
         self._rank = mesh.rank(PIPELINE)
         self.tensor: TensorSharding | None = None
+        self.expert: Any = None
         self._guards: list[Any] = []
         self.sharding: Sharding | None = None
         self._copied: dict[int, Tensor] = {}
