@@ -23,7 +23,7 @@ from lnn_lightning.parallel.expert.axis import ExpertAxis
 from lnn_lightning.parallel.expert.exchange import Exchange, Route, count_bytes, receive, send
 from lnn_lightning.parallel.hosts import ranks_in_words
 from lnn_lightning.parallel.step.randomness import forked_as
-from lnn_lightning.parallel.step.remember import in_second_run, remembered
+from lnn_lightning.parallel.step.remember import remembered
 from lnn_lightning.parallel.tensor.axis import Spec, enter, gather, reduce, scatter
 from lnn_lightning.parallel.tensor.randomness import forked_rng
 
@@ -195,7 +195,8 @@ def _agree(counts: Tensor, values: Tensor, axis: ExpertAxis, problem: Problem | 
         others[:, :local],
         [sum(row[each] for row in theirs) for each in range(local)],
         gradients,
-        gradients and (in_second_run() or any(row[most + 2] for row in theirs)),  # a first run may be without
+        # in the second run of a reentrant checkpoint: not known, its first run was without gradients
+        gradients and any(row[most + 2] or not row[most + 1] for row in theirs),
     )
 
 

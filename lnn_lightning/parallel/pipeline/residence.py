@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lnn_lightning.checkpoint.pieces import Pieces
 from lnn_lightning.parallel.data.sharding import Sharding
 from lnn_lightning.parallel.data.shards import local_of, whole_of
+from lnn_lightning.parallel.data.unused import Unused
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Mesh
 from lnn_lightning.parallel.pipeline.ownership import Ownership
@@ -40,6 +41,7 @@ class Residence:
         self.root, self.ownership, self.placement, self.mesh, self._book = root, ownership, placement, mesh, book
         self._rank = mesh.rank(PIPELINE)
         self.tensor: TensorSharding | None = None
+        self.expert: Any = None
         self._guards: list[Any] = []
         self.sharding: Sharding | None = None
         self._copied: dict[int, Tensor] = {}
@@ -165,15 +167,21 @@ class Residence:
 
     def sum_shared_gradients(self, reduce_dtype: torch.dtype | None = None) -> None:
         """Adds up the gradients of parameters that several ranks of the pipeline use."""
+        shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name, parameter in self.root.named_parameters():
             ranks = self.ranks_of(name)
-            if len(ranks) == 1 or self._rank not in ranks or not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            summed = parameter.grad.to(reduction_dtype(parameter.dtype, reduce_dtype))
-            dist.all_reduce(summed, group=self.mesh.pipeline_subgroup(ranks))
-            parameter.grad.copy_(summed)
+            if len(ranks) > 1 and self._rank in ranks and parameter.requires_grad:
+                shared.setdefault(ranks, []).append(parameter)
+        for ranks, parameters in shared.items():
+            group = self.mesh.pipeline_subgroup(ranks)
+            unused = Unused(parameters, group)
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                summed = parameter.grad.to(reduction_dtype(parameter.dtype, reduce_dtype))
+                dist.all_reduce(summed, group=group)
+                parameter.grad.copy_(summed)
+            unused.drop()
 
     def synchronize_buffers(self) -> None:
         """Gives all data ranks the buffers of the first, as DistributedDataParallel does before each forward."""

@@ -56,7 +56,7 @@ class TensorSharding:
         for name, parameter in self.root.named_parameters():
             if (spec := self.plan.specs.get(name)) is not None and not is_stand_in(parameter):
                 parameter.data = self.part(spec, parameter.data)
-                if _remembers_whole(parameter):
+                if remembers_whole(parameter):
                     replaced[id(parameter)] = nn.Parameter(parameter.data, parameter.requires_grad)
         for module in self.root.modules() if replaced else ():
             for key, each in module._parameters.items():
@@ -189,7 +189,7 @@ class TensorSharding:
                     if tuple(parameter.shape) == shape:  # it lives elsewhere
                         continue
                     if name not in made:
-                        made[name] = _blank(parameter, shape)
+                        made[name] = blank_of(parameter, shape)
                     saved.append((module._parameters, key, parameter))
                     module._parameters[key] = made[name]  # type: ignore[assignment]
             with sharding_suspended():
@@ -204,7 +204,7 @@ def is_divided(module: nn.Module) -> bool:
     return any("lnn_unit" in vars(each) for each in module.modules())
 
 
-def _remembers_whole(parameter: nn.Parameter) -> bool:
+def remembers_whole(parameter: nn.Parameter) -> bool:
     """Whether a graph made before the cut is alive somewhere, so that gradients of the old shape are expected."""
     if not parameter.requires_grad:
         return False
@@ -220,7 +220,7 @@ def _checksum(value: Tensor) -> Tensor:
     return (bits * (torch.arange(bits.numel(), device=bits.device) * 2 + 1)).sum()  # wraps around
 
 
-def _blank(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+def blank_of(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     blank = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(shape)
     return torch.Tensor._make_subclass(StandInParameter, blank, parameter.requires_grad)
 
