@@ -22,6 +22,7 @@ from lnn_lightning.parallel.expert.capacity import capacity_of, within_capacity
 from lnn_lightning.parallel.expert.dispatch import run_experts
 from lnn_lightning.parallel.expert.find import call_names
 from lnn_lightning.parallel.expert.seam import SeamState, seam_of
+from lnn_lightning.parallel.step.remember import remembered
 from lnn_lightning.parallel.tensor.modules import Forward, is_suspended, own_forward
 from lnn_lightning.parallel.tensor.sharded import is_sharded
 
@@ -69,11 +70,11 @@ def _shared_out(
             f"weight for each choice of each token, got {list(index.shape)} experts and {list(weights.shape)} weights for "
             f"{rows.shape[0]} tokens."
         )
-    chosen, factors = index.reshape(rows.shape[0], -1), weights.reshape(rows.shape[0], -1)
-    kept = chosen
+    factors = weights.reshape(rows.shape[0], -1)
+    kept = chosen = remembered(lambda: index.reshape(rows.shape[0], -1))
     if state.capacity_factor is not None:
         room = capacity_of(rows.shape[0], state.experts, chosen.shape[1], state.capacity_factor)
-        kept = within_capacity(chosen, factors, state.experts, room)
+        kept = remembered(lambda: within_capacity(chosen, factors, state.experts, room))
     state.count(chosen, kept if kept is not chosen else None, module.training)
     if axis.size == 1 and axis.group is None and kept is chosen:
         return forward(hidden, index, weights)
