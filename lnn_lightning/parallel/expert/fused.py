@@ -22,6 +22,7 @@ from lnn_lightning.parallel.expert.capacity import capacity_of, within_capacity
 from lnn_lightning.parallel.expert.dispatch import run_experts
 from lnn_lightning.parallel.expert.find import call_names
 from lnn_lightning.parallel.expert.seam import SeamState, seam_of
+from lnn_lightning.parallel.step.remember import remembered
 from lnn_lightning.parallel.tensor.modules import Forward, is_suspended, own_forward
 from lnn_lightning.parallel.tensor.sharded import is_sharded
 
@@ -33,8 +34,8 @@ def fused_forward(self: nn.Module, before: Forward, *args: Any, **kwargs: Any) -
     if call is None:
         if seam_of(self).is_active and not is_suspended():
             raise StepError(
-                f"{seam_of(self).name!r} holds experts that are shared out over ranks, and is called otherwise than with "
-                f"the tokens, their experts and the weights of these: {len(args)} values and {sorted(kwargs)}."
+                f"{seam_of(self).name!r} holds experts that are shared out over ranks, and is called otherwise than "
+                f"with the tokens, their experts and the weights of these: {len(args)} values and {sorted(kwargs)}."
             )
         return forward(*args, **kwargs)
     stacked = tuple(each for each in self._parameters.values() if each is not None)
@@ -65,15 +66,15 @@ def _shared_out(
     rows = hidden.reshape(-1, hidden.shape[-1])
     if index.shape != weights.shape or index.shape[:-1].numel() != rows.shape[0]:
         raise StepError(
-            f"{state.name!r} holds experts that are shared out over ranks: it must be called with an expert and a weight "
-            f"for each choice of each token, got {list(index.shape)} experts and {list(weights.shape)} weights for "
+            f"{state.name!r} holds experts that are shared out over ranks: it must be called with an expert and a "
+            f"weight for each choice of each token, got {list(index.shape)} experts and {list(weights.shape)} weights for "
             f"{rows.shape[0]} tokens."
         )
-    chosen, factors = index.reshape(rows.shape[0], -1), weights.reshape(rows.shape[0], -1)
-    kept = chosen
+    factors = weights.reshape(rows.shape[0], -1)
+    kept = chosen = remembered(lambda: index.reshape(rows.shape[0], -1))
     if state.capacity_factor is not None:
         room = capacity_of(rows.shape[0], state.experts, chosen.shape[1], state.capacity_factor)
-        kept = within_capacity(chosen, factors, state.experts, room)
+        kept = remembered(lambda: within_capacity(chosen, factors, state.experts, room))
     state.count(chosen, kept if kept is not chosen else None, module.training)
     if axis.size == 1 and axis.group is None and kept is chosen:
         return forward(hidden, index, weights)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.expert.axis import ExpertAxis
+from lnn_lightning.parallel.step.remember import in_second_run
 
 
 @dataclass(eq=False)
@@ -57,7 +58,7 @@ class SeamState:
     @torch.no_grad()
     def count(self, index: Tensor, kept: Tensor | None, training: bool) -> None:
         """Adds up where tokens go; without waiting for the device, and not again in a recomputation."""
-        if not training or torch._C._current_graph_task_id() != -1:
+        if not training or in_second_run():
             return
         numbers = torch.arange(self.experts, device=index.device)
         load = (index.reshape(-1, 1) == numbers).sum(0)

@@ -38,6 +38,7 @@ def set_up(engine: PipelineEngine, kind: str, step: Step, batch: Any, training: 
     root, settings, mesh, placement = engine.root, engine.settings, engine.mesh, engine.placement
     error: BaseException | None = None
     try:
+        seams = prepare_experts(root, mesh, settings.expert)
         microbatch = engine.split(batch, training)[0]
         if training and mesh.size(DATA) > 1:
             refuse_renormalised(root)
@@ -78,6 +79,11 @@ def set_up(engine: PipelineEngine, kind: str, step: Step, batch: Any, training: 
         with _as_in_step(root, training):
             divided = divide(root, tensor, trace, mesh, comm_device, plan_layers)
         residence.tensor = engine.book.tensor = divided
+    if seams:
+        with _as_in_step(root, training):
+            spread = ExpertSharding(root, seams, make_axis(mesh, settings.expert), **experts_options(settings.expert))
+            spread.install()
+        residence.expert = engine.book.expert = spread
     engine.first_trace = trace
     with torch.set_grad_enabled(training):
         return engine.book.cut_plan(trace, stage_of, torch.device("cpu"))
