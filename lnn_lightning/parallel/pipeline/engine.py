@@ -104,6 +104,12 @@ class PipelineEngine:
         return self.rank == self.last_rank
 
     @property
+    def scale(self) -> float:
+        """Factor on the loss within the training step in progress."""
+        assert self._current is not None
+        return self._current.scale
+
+    @property
     def extensions(self) -> list[StepExtension]:
         """What is put around the runs of its steps, the first one outermost."""
         return self.runner.extensions
