@@ -142,13 +142,14 @@ def _loop_seam(root: nn.Module, name: str, module: nn.Module, known: dict[Any, b
             continue
         at = _join(name, key) if key else name
         members = tuple(_join(at, each) for each in keys)
+        named = "expert" in f"{at} {type(root.get_submodule(members[0])).__name__}".lower()
         if has_values(around):
             what = (type(around), key, tuple((each, value.shape) for each, value in around.named_parameters()))
             if what not in known:
-                known[what] = calls_its_experts(around, [root.get_submodule(each) for each in members], widths)
+                known[what] = calls_its_experts(around, [root.get_submodule(each) for each in members], widths, named)
             if not known[what]:
                 continue
-        elif "expert" not in f"{at} {type(root.get_submodule(members[0])).__name__}".lower():
+        elif not named:
             continue  # cannot be tried, and nothing says that these are experts
         return Seam(name, "loop", len(keys), (), members, at)
     return None
