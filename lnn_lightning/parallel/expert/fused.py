@@ -66,23 +66,22 @@ def _shared_out(
     if index.shape != weights.shape or index.shape[:-1].numel() != rows.shape[0]:
         raise StepError(
             f"{state.name!r} holds experts that are shared out over ranks: it must be called with an expert and a "
-            f"weight for each choice of each token, got {list(index.shape)} experts and {list(weights.shape)} weights for "
-            f"{rows.shape[0]} tokens."
+            f"weight for each choice of each token, got {list(index.shape)} experts and {list(weights.shape)} weights "
+            f"for {rows.shape[0]} tokens."
         )
-    chosen, factors = index.reshape(rows.shape[0], -1), weights.reshape(rows.shape[0], -1)
-    kept = chosen
+    factors = weights.reshape(rows.shape[0], -1)
+    kept = chosen = remembered(lambda: index.reshape(rows.shape[0], -1))
     if state.capacity_factor is not None:
         room = capacity_of(rows.shape[0], state.experts, chosen.shape[1], state.capacity_factor)
-        kept = within_capacity(chosen, factors.detach(), state.experts, room)
+        kept = remembered(lambda: within_capacity(chosen, factors.detach(), state.experts, room))
     if module.training:
         state.count(chosen, kept if kept is not chosen else None)
     if axis.size == 1 and axis.tensor is None and kept is chosen:
         return forward(hidden, index, weights)
-    kept = remembered(lambda: kept.reshape(-1).long())
     compute = partial(_run_local, module, state, forward, factors.dtype)
     bad = f"{state.name!r} was given weights of experts that are not finite: its router has overflowed, or its input"
     problem = (f"{bad} has.", ~factors.isfinite().all())
-    found = run_experts(rows, kept, state.experts, axis, compute, problem=problem)
+    found = run_experts(rows, kept.reshape(-1).long(), state.experts, axis, compute, problem=problem)
     found = found.view(rows.shape[0], -1, found.shape[-1]) * factors.unsqueeze(-1)
     return found.sum(1).to(hidden.dtype).view(hidden.shape)
 
