@@ -59,8 +59,6 @@ class Account(StepExtension):
     Attributes:
         layers: the same.
         average: the same.
-        tallies: name of a layer -> what happened in the latest training step.
-        parts: micro-batches of that step.
         unbalanced: name of a layer whose router has a bias -> load since that was last moved.
     """
 
@@ -73,16 +71,16 @@ class Account(StepExtension):
         self._names = {id(layer): name for name, layer in layers.items()}
         self.layers, self._scale, self.average = layers, scale, average
         self._factor = 1.0
-        self.parts = 1
-        self.tallies: dict[str, Tally] = {}
+        self._parts = 0
+        self._tallies: dict[str, Tally] = {}
         self.unbalanced: dict[str, Tensor] = {}
 
     @override
     def begin(self, parts: int, training: bool) -> None:
         if not training:
             return
-        self.parts, self._factor = parts, self._scale() / parts
-        self.tallies = {}
+        self._factor = self._scale() / parts
+        self._parts += parts
         _running.append(self)
 
     @override
@@ -110,7 +108,13 @@ class Account(StepExtension):
         asked = torch.full_like(routing.dropped, tokens) if by_token else routing.load.sum()
         value = loss.detach() if loss is not None else torch.zeros((), device=routing.load.device)
         tally = Tally(routing.load, routing.dropped, asked, value)
-        self.tallies[name] = self.tallies[name] + tally if name in self.tallies else tally
+        self._tallies[name] = self._tallies[name] + tally if name in self._tallies else tally
+
+    def read(self) -> tuple[dict[str, Tally], int]:
+        """What happened in each layer since the last reading, and micro-batches since then."""
+        read = self._tallies, self._parts
+        self._tallies, self._parts = {}, 0
+        return read
 
 
 _running: list[Account] = []

@@ -59,7 +59,7 @@ def find_seams(root: nn.Module) -> list[Seam]:
 
 
 def stacked_parameters(module: nn.Module) -> tuple[int, tuple[str, ...]] | None:
-    """Number of experts and own names of the stacked parameters of a fused module; None if it does not look like one."""
+    """Number of experts and own names of the stacked parameters of a module; None if it does not look fused."""
     own = {key: each for key, each in module._parameters.items() if each is not None}
     wide = [each for each in own.values() if each.ndim >= 2]
     if not any(each.ndim >= 3 for each in wide) or next(iter(_inner_parameters(module)), None) is not None:
@@ -126,8 +126,9 @@ def _loop_seam(root: nn.Module, name: str, module: nn.Module, known: dict[Any, b
     if isinstance(module, _PARALLEL):
         return None
     if is_layer(module):
-        members = [_join(name, f"experts.{index}") for index in range(len(module.experts))]  # type: ignore[arg-type]
-        return Seam(name, "loop", len(members), (), tuple(members), _join(name, "experts"), layer=True)
+        count = len(module.experts)  # type: ignore[arg-type]
+        places = tuple(_join(name, f"experts.{index}") for index in range(count))
+        return Seam(name, "loop", count, (), places, _join(name, "experts"), layer=True)
     own = type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward, nn.Module.forward)
     if not own:
         return None

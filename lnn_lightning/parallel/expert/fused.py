@@ -34,8 +34,8 @@ def fused_forward(self: nn.Module, before: Forward, *args: Any, **kwargs: Any) -
     if call is None:
         if seam_of(self).is_active and not is_suspended():
             raise StepError(
-                f"{seam_of(self).name!r} holds experts that are shared out over ranks, and is called otherwise than with "
-                f"the tokens, their experts and the weights of these: {len(args)} values and {sorted(kwargs)}."
+                f"{seam_of(self).name!r} holds experts that are shared out over ranks, and is called otherwise than "
+                f"with the tokens, their experts and the weights of these: {len(args)} values and {sorted(kwargs)}."
             )
         return forward(*args, **kwargs)
     stacked = tuple(each for each in self._parameters.values() if each is not None)
@@ -66,9 +66,9 @@ def _shared_out(
     rows = hidden.reshape(-1, hidden.shape[-1])
     if index.shape != weights.shape or index.shape[:-1].numel() != rows.shape[0]:
         raise StepError(
-            f"{state.name!r} holds experts that are shared out over ranks: it must be called with an expert and a weight "
-            f"for each choice of each token, got {list(index.shape)} experts and {list(weights.shape)} weights for "
-            f"{rows.shape[0]} tokens."
+            f"{state.name!r} holds experts that are shared out over ranks: it must be called with an expert and a "
+            f"weight for each choice of each token, got {list(index.shape)} experts and {list(weights.shape)} weights "
+            f"for {rows.shape[0]} tokens."
         )
     factors = weights.reshape(rows.shape[0], -1)
     kept = chosen = remembered(lambda: index.reshape(rows.shape[0], -1))

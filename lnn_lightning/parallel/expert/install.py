@@ -1,4 +1,4 @@
-"""Shares the experts of a model out over ranks: checks each seam, cuts its parameters, and knows which part is where."""
+"""Shares the experts of a model out over ranks: checks seams, cuts their parameters, knows which part is where."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from lnn_lightning.parallel.errors import LayoutError
 from lnn_lightning.parallel.expert.axis import ExpertAxis
 from lnn_lightning.parallel.expert.check import check_seam
-from lnn_lightning.parallel.expert.find import Seam, find_seams, is_layer
+from lnn_lightning.parallel.expert.find import Seam, find_seams
 from lnn_lightning.parallel.expert.fused import fused_forward
 from lnn_lightning.parallel.expert.seam import SeamState, seam_of
 from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors, replace_tensors, stand_in_for
 from lnn_lightning.parallel.tensor.axis import reduced_shape
 from lnn_lightning.parallel.tensor.install import blank_of, remembers_whole
-from lnn_lightning.parallel.tensor.modules import has_forward, sharding_suspended, take_forward
+from lnn_lightning.parallel.tensor.modules import sharding_suspended, take_forward
 
 Runs = list[tuple[int, int, int]]
 """Runs of (first in the part, first in the whole, length)."""
@@ -87,7 +87,7 @@ class ExpertSharding:
         self._note_names()
 
     def install(self) -> None:
-        """Checks the seams and shares the experts out; parameters are cut in place. Collective over the expert ranks."""
+        """Checks the seams and cuts their parameters in place. Collective over the expert ranks."""
         verdicts: dict[Any, str] = {}
         for seam in list(self.seams):
             module = self.root.get_submodule(seam.name)
@@ -248,6 +248,12 @@ class ExpertSharding:
         for index, member in enumerate(seam.members):
             if index not in here:
                 replace_tensors(self.root.get_submodule(member), lambda _, tensor: stand_in_for(tensor))
+
+
+def is_spread(module: nn.Module) -> bool:
+    """Whether experts of any sub-module have been shared out."""
+    states = [vars(each).get("lnn_seam") for each in module.modules()]
+    return any(state is not None and state.axis is not None for state in states)
 
 
 def cut_stacked(module: nn.Module, axis: ExpertAxis, experts: int) -> None:

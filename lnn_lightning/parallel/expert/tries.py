@@ -71,7 +71,7 @@ def _is_weighted_sum(module: nn.Module, tokens: Tensor, index: Tensor, weights: 
     if not out.isfinite().all():
         return True  # weights that are not set yet: nothing can be told
     each = [run(index[:, n : n + 1], torch.ones_like(weights[:, :1])) for n in range(index.shape[1])]
-    wanted = sum(part.double() * weights[:, n : n + 1].double() for n, part in enumerate(each))
+    wanted = torch.stack([part.double() * weights[:, n : n + 1].double() for n, part in enumerate(each)]).sum(0)
     other = run((index + 1) % experts, weights)
     depends = other.ne(out).any() or not out.any()
     return bool(depends) and close(out.double(), wanted, out.dtype)

@@ -104,6 +104,12 @@ class PipelineEngine:
         return self.rank == self.last_rank
 
     @property
+    def scale(self) -> float:
+        """Factor on the loss within the training step in progress."""
+        assert self._current is not None
+        return self._current.scale
+
+    @property
     def extensions(self) -> list[StepExtension]:
         """What is put around the runs of its steps, the first one outermost."""
         return self.runner.extensions
@@ -136,6 +142,7 @@ class PipelineEngine:
 
     def shard(self, settings: ZeroSettings) -> None:
         """ZeRO 2 and 3: shards this rank's units over the data ranks; call when parameters are on their device."""
+        self.residence.dealt = settings.stage > 0
         if self.sharding is not None:
             self.sharding.link()
         elif settings.shards_parameters and self.mesh.layout.shard_size > 1:
