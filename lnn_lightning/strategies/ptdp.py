@@ -244,8 +244,9 @@ class PTDPStrategy(ExpertHooks, DataHooks):
                 f"This {type(module).__name__} was already divided by another strategy. Use the Trainer that did, or "
                 "load `strategy.full_state_dict()` into a new one."
             )
+        seed = self.broadcast(torch.initial_seed() % 2**62)
         if (expert := self._settings.expert) is not None and expert.upcycle is not None:
-            upcycle(module, expert.upcycle)
+            upcycle(module, expert.upcycle, seed)
         agreement = MeshAgreement(
             self._differing_groups(),
             lambda parameter: self.engine.residence.counts_here(parameter),
@@ -257,7 +258,6 @@ class PTDPStrategy(ExpertHooks, DataHooks):
         set_metric_group(module, self.mesh.group(DATA))
         batch = self._first_batch(trainer)
         observer = LightningObserver(module)
-        seed = self.broadcast(torch.initial_seed() % 2**62)
         settings = replace(self._settings, reduce_dtype=reduce_dtype_of(self.precision_plugin))
         self._engine = PipelineEngine(module, settings, self.mesh, observer, seed)
         kind = _STEPS[trainer.state.fn]  # type: ignore[index]

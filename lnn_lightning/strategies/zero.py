@@ -115,10 +115,7 @@ class ZeroHooks(CheckpointHooks):
                 optimizer,
                 group,
                 sharding.local if sharding is not None else None,
-                (
-                    lambda parameter: id(parameter) in apart,
-                    experts.get_group(EXPERT_DATA) if experts is not None else None,
-                ),
+                (lambda parameter: id(parameter) in apart, apart_group),
             )
             for optimizer in self.optimizers
         ]
