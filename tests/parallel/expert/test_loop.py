@@ -91,8 +91,13 @@ def differences(block: nn.Module, axis: ExpertAxis, x: Tensor, tolerance: float 
         compare(f"output {index}", a, b)
     compare("input", want["input"], got["input"])
     compare("auxiliary", want["auxiliary"], got["auxiliary"])
-    experts = sorted({name.rsplit("experts.")[1].split(".")[0] for name in want["gradients"] if "experts." in name
-                      and "shared" not in name})
+    experts = sorted(
+        {
+            name.rsplit("experts.")[1].split(".")[0]
+            for name in want["gradients"]
+            if "experts." in name and "shared" not in name
+        }
+    )
     here = [experts[place] for place in axis.span(len(experts))]
     for name, gradient in want["gradients"].items():
         if not name.startswith("experts."):
