@@ -39,6 +39,12 @@ def check(world_size: int, jobs: list[Job]) -> None:
         if tensor > 1 and name in (*FUSED, *FEW):  # parts of these models compute in fp32 whatever they are given
             tolerance = max(tolerance, 1e-6)
         problems = differences([each[index] for each in results], expected, tolerance)
+        expert = layout["expert"]
+        parts = expert.size * layout.get("pipeline_parallel_size", 1) * (tensor if expert.tensor_parallel else 1)
+        parts *= max(1, ranks * tensor // parts) if layout.get("zero_stage", 0) > 1 else 1
+        share = sum(each[index].spread for each in results) / world_size
+        if not 0 < share <= 1.05 / parts:
+            problems.append(f"ranks hold {share:.3f} of the experts, not 1/{parts}")
         found += [f"{name} under {layout}: {problem}" for problem in problems[:4]]
     assert not found, "\n".join(found)
 

@@ -18,6 +18,7 @@ from lnn_lightning.parallel.expert.check import check_seam
 from lnn_lightning.parallel.expert.cuts import Cuts, divide_fused, divide_loop, expert_cuts, fused_cuts
 from lnn_lightning.parallel.expert.find import Seam, find_seams
 from lnn_lightning.parallel.expert.fused import fused_forward
+from lnn_lightning.parallel.expert.recording import loop_state
 from lnn_lightning.parallel.expert.seam import SeamState, loop_forward, seam_of
 from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors
 from lnn_lightning.parallel.tensor.axis import Spec, join_parts, reduced_shape, spans_of_part, take_part
@@ -49,6 +50,8 @@ def prepare_seams(root: nn.Module, loops: bool = True) -> list[Seam]:
         inside = len(seam.name) + 1 if seam.name else 0
         members = tuple(member[inside:] for member in seam.members)
         vars(module)["lnn_seam"] = SeamState(seam.name, seam.experts, members)
+        if seam.kind == "loop":
+            loop_state(module)  # before a trace, which removes the attributes it makes
         take_forward(module, fused_forward if seam.kind == "fused" else loop_forward)
     return seams
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.expert.axis import ExpertAxis
 from lnn_lightning.parallel.expert.loop import run_loop
+from lnn_lightning.parallel.expert.loop_shapes import loop_without_data
 from lnn_lightning.parallel.step.remember import in_second_run
 from lnn_lightning.parallel.step.tree import tree_tensors
 from lnn_lightning.parallel.tensor.modules import Forward, is_suspended, own_forward
@@ -99,7 +100,10 @@ def loop_forward(self: nn.Module, before: Forward, *args: Any, **kwargs: Any) ->
     if any(is_sharded(each) for each in tree_tensors((args, kwargs))):
         book_wholes("experts", args, kwargs)
         args, kwargs = wholes((args, kwargs))
-    if is_suspended() or not state.is_active or any(without_values(each) for each in tree_tensors((args, kwargs))):
+    if any(without_values(each) for each in tree_tensors((args, kwargs))):
+        experts = [self.get_submodule(name) for name in state.members]
+        return loop_without_data(self, forward, experts, args, kwargs, name=state.name)
+    if is_suspended() or not state.is_active:
         return forward(*args, **kwargs)
     return _run(self, state, forward, args, kwargs)
 

@@ -45,6 +45,7 @@ def find_experts(root: nn.Module, mesh: Mesh, settings: ExpertParallel | None) -
                 f"{seam.name!r} has {seam.experts} experts, too few for {size} expert ranks. `expert_parallel_size` "
                 f"must be at most {min(each.experts for each in seams)}."
             )
+        vars(root.get_submodule(seam.name))["is_one_unit"] = True
     return seams
 
 
