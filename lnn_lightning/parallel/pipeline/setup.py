@@ -39,7 +39,7 @@ def set_up(engine: PipelineEngine, kind: str, step: Step, batch: Any, training: 
     root, settings, mesh, placement = engine.root, engine.settings, engine.mesh, engine.placement
     error: BaseException | None = None
     try:
-        seams = find_experts(root, mesh, settings.expert)
+        seams = find_experts(root, mesh.layout, settings.expert)
         microbatch = engine.split(batch, training)[0]
         if training and mesh.size(DATA) > 1:
             refuse_renormalised(root)
