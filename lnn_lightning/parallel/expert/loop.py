@@ -115,7 +115,7 @@ def _run_recorded(
     if note is not None and recorder.problem is None:
         note(expert)
     compute = partial(_run_local, recorder, axis, each, result)
-    return run_experts(values, expert, len(recorder.experts), axis, compute, problem=recorder.problem)
+    return run_experts(values, expert, len(recorder.experts), axis, compute, problem=recorder.problem, anew=True)
 
 
 def _run_local(

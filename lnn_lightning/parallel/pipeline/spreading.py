@@ -26,6 +26,8 @@ def find_experts(root: nn.Module, layout: Layout, settings: ExpertParallel | Non
     """
     capacity = settings.capacity_factor if settings is not None else None
     if not layout.spreads_experts and capacity is None and (settings is None or settings.upcycle is None):
+        if layout.tensor_parallel_size > 1:  # so that the layers around experts can be divided
+            prepare_seams(root)
         return []
     seams = prepare_seams(root)
     size = layout.expert_parallel_size
