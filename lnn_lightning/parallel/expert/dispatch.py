@@ -92,15 +92,15 @@ def run_experts_beside(
     choices = _choices(values, expert)
     expert = expert.long()
     if axis.tensor is None or not len(values):
-        return _run(values, expert, choices, experts, axis, compute, meanwhile, problem)
+        return _run(values, expert, choices, experts, axis, compute, meanwhile, problem, anew)
     if axis.divides_experts:
         values = enter(values, axis.tensor)
-        partial, beside = _run(values, expert, choices, experts, axis, compute, meanwhile, problem)
+        partial, beside = _run(values, expert, choices, experts, axis, compute, meanwhile, problem, anew)
         return reduce(partial, axis.tensor), beside
     tokens = Spec(0, (len(values),))
     mine = scatter(values, axis.tensor, tokens)
     expert = _part(expert.view(-1, choices), len(mine), axis.tensor.rank).flatten()
-    part, beside = _run(mine, expert, choices, experts, axis, compute, meanwhile, problem)
+    part, beside = _run(mine, expert, choices, experts, axis, compute, meanwhile, problem, anew)
     whole = gather(part.reshape(len(mine), -1), axis.tensor, tokens)
     return whole.view(tokens.total * choices, -1), beside
 
@@ -114,6 +114,7 @@ def _run(
     compute: Compute,
     meanwhile: Callable[[], T],
     problem: Problem | None,
+    anew: bool,
 ) -> tuple[Tensor, T]:
     key, order = torch.where((expert >= 0) & (expert < experts), expert, experts).sort(stable=True)
     bounds = torch.searchsorted(key, torch.arange(experts + 1, device=key.device))
@@ -183,9 +184,7 @@ class _Routing:
         return order, _inverse(order)
 
 
-def _agree(
-    counts: Tensor, values: Tensor, axis: ExpertAxis, problem: Problem | None, anew: bool = False
-) -> _Routing:
+def _agree(counts: Tensor, values: Tensor, axis: ExpertAxis, problem: Problem | None, anew: bool = False) -> _Routing:
     """Exchanges how many rows there are for each expert, and what else ranks must know; the host waits here."""
     size, most = axis.size, -(-len(counts) // axis.size)
     text, bad = problem if isinstance(problem, tuple) else (problem, problem is not None)
