@@ -89,7 +89,7 @@ class PipelineEngine:
         self.deferred = defer_meta_tensors(root)
         self.unset: set[str] | None = None
         """Set to an empty set if values follow: gets the names of what was on the meta device and has none yet."""
-        self.seams = find_experts(root, mesh, settings.expert)
+        self.seams = find_experts(root, mesh.layout, settings.expert)
         units = find_units(root, self.placement.num_stages, settings.split_points)
         self.book = PlanBook(root, units, self.placement.num_stages, observer)
         modules = {name: root.get_submodule(name) for name in self.book.groups}
