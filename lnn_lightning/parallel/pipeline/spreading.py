@@ -9,8 +9,8 @@ from torch import nn
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.expert.axis import ExpertAxis
-from lnn_lightning.parallel.expert.exchange import host_groups
 from lnn_lightning.parallel.expert.find import Seam
+from lnn_lightning.parallel.expert.hosts import host_groups
 from lnn_lightning.parallel.expert.install import ExpertSharding, prepare_seams
 from lnn_lightning.parallel.expert.settings import ExpertParallel
 from lnn_lightning.parallel.hosts import hosts_of
@@ -75,7 +75,7 @@ def make_axis(mesh: Mesh, settings: ExpertParallel | None) -> ExpertAxis:
     group = experts.get_group(EXPERT) if layout.expert_parallel_size > 1 else None
     tensor = TensorAxis(mesh.size(TENSOR), mesh.rank(TENSOR), mesh.group(TENSOR)) if mesh.size(TENSOR) > 1 else None
     two_step = settings.two_step if settings is not None else "auto"
-    hosts = host_groups(group, hosts_of(group)) if group is not None and two_step else None
+    hosts = host_groups(layout, hosts_of(None)) if group is not None and two_step else None
     return ExpertAxis(
         layout.expert_parallel_size,
         experts.get_local_rank(EXPERT),
