@@ -9,7 +9,7 @@ from torch import nn
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.expert.axis import ExpertAxis
-from lnn_lightning.parallel.expert.exchange import host_groups
+from lnn_lightning.parallel.expert.hosts import host_groups
 from lnn_lightning.parallel.expert.find import Seam
 from lnn_lightning.parallel.expert.install import ExpertSharding, prepare_seams
 from lnn_lightning.parallel.expert.settings import ExpertParallel
