@@ -142,7 +142,9 @@ def _run(
 
 def _compute(compute: Compute, rows: Tensor, counts: list[int], axis: ExpertAxis) -> Tensor:
     with ExitStack() as stack:
-        if axis.tensor is not None:  # ranks with other rows draw numbers of their own, and as many as they like
+        if axis.tensor is not None:
+            # Random numbers of a rank's own where it has other rows; the same ones for parts of the same expert. Either
+            # way the tensor ranks go on alike, whatever was drawn inside.
             place = 0 if axis.divides_experts else axis.tensor.rank
             stack.enter_context(forked_as(place))
             stack.enter_context(forked_rng(rows.device, place))

@@ -27,7 +27,7 @@ def find_experts(root: nn.Module, layout: Layout, settings: ExpertParallel | Non
     capacity = settings.capacity_factor if settings is not None else None
     if not layout.spreads_experts and capacity is None and (settings is None or settings.upcycle is None):
         if layout.tensor_parallel_size > 1:  # so that the layers around experts can be divided
-            prepare_seams(root)
+            prepare_seams(root, loops=False)
         return []
     seams = prepare_seams(root)
     size = layout.expert_parallel_size
@@ -45,6 +45,7 @@ def find_experts(root: nn.Module, layout: Layout, settings: ExpertParallel | Non
                 f"{seam.name!r} has {seam.experts} experts, too few for {size} expert ranks. `expert_parallel_size` "
                 f"must be at most {min(each.experts for each in seams)}."
             )
+        vars(root.get_submodule(seam.name))["is_one_unit"] = True
     return seams
 
 
