@@ -170,7 +170,7 @@ TRAINED: list[tuple[str, dict[str, Any], list[Any]]] = [
     ("moe_dropout", {"expert": ExpertParallel(2)}, ["full"]),
     ("moe_noisy", {"expert": ExpertParallel(2)}, ["full"]),
     ("moe_litgpt", {"expert": ExpertParallel(2)}, ["selective"]),
-    ("gpt", {"expert": UPCYCLED, "microbatches": 2}, ["full"]),
+    ("gpt_two_groups", {"expert": UPCYCLED, "microbatches": 2}, ["full"]),
 ]
 """Case, layout, and settings of `recompute` that must change nothing."""
 
