@@ -182,7 +182,7 @@ def test_recompute_changes_no_number() -> None:
         for name, layout, settings in TRAINED
         for recompute in (None, *settings)
     ]
-    results = iter(launch_ranks(train_all, 2, jobs, timeout=240)[0])
+    results = iter(launch_ranks(train_all, 2, jobs, timeout=60)[0])
     for name, _, settings in TRAINED:
         expected = next(results)
         for recompute in settings:
