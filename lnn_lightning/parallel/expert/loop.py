@@ -115,7 +115,7 @@ def _run_recorded(
     if note is not None and recorder.problem is None:
         note(expert)
     elsewhere = f"{recorder.name!r} cannot run its experts, for the reason that is said there."
-    problem = recorder.problem or elsewhere, torch.tensor(recorder.problem is not None)
+    problem = recorder.problem or elsewhere, torch.full((), recorder.problem is not None, device=device)
     compute = partial(_run_local, recorder, axis, each, result)
     return run_experts(values, expert, len(recorder.experts), axis, compute, problem=problem, anew=True)
 
