@@ -181,7 +181,25 @@ def expert_axis() -> ExpertAxis:
 
 
 def our_layer(settings: Settings, gate: str) -> Layer:
-    raise ImportError("not there yet")
+    from lnn_lightning.parallel.expert.dispatch import run_experts
+    from lnn_lightning.parallel.expert.router import Router
+
+    experts = all_experts(settings)
+    local = nn.ModuleList(experts[index] for index in own(settings))
+    router = Router(settings.width, settings.experts, gate, settings.top_k, settings.capacity)
+    router.weight.data.copy_(router_weight(settings))
+    axis = expert_axis()
+
+    def compute(rows: Tensor, counts: list[int]) -> Tensor:
+        return torch.cat([expert(part) for expert, part in zip(local, rows.split(counts), strict=True)])
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        routing = router(x)
+        out = run_experts(x, routing.expert.flatten(), settings.experts, axis, compute, problem=("NaN", ~routing.finite))
+        out = out.view(*routing.weights.shape, -1)
+        return (out * routing.weights[..., None]).sum(1), routing.losses["balance"]
+
+    return run
 
 
 CONTESTANTS: dict[str, Callable[[Settings], Layer]] = {
@@ -244,7 +262,7 @@ def measure(rank: int, world_size: int, settings: Settings) -> Found:
     for name in settings.contestants:
         try:
             layers[name] = CONTESTANTS[name](settings)
-        except ImportError as error:
+        except (KeyError, ImportError) as error:
             found.missing[name] = str(error)
     x = torch.randn(settings.tokens, settings.width, generator=torch.Generator().manual_seed(10 + rank))
     for name, run in layers.items():
