@@ -25,6 +25,7 @@ from lnn_lightning.memory.saving import Kept, device_of, hooks_around, saving_wi
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.extension import Body, UnitRun
 from lnn_lightning.parallel.step.hooks import hooks_set_aside, run_pre_hooks
+from lnn_lightning.parallel.step.remember import Decisions
 from lnn_lightning.parallel.step.saved import watching_saved
 from lnn_lightning.parallel.step.shapes import own_object
 from lnn_lightning.parallel.step.tree import Unflatten, tree_flatten, tree_leaves
@@ -67,6 +68,8 @@ class Segment:
         self._last: dict[int, tuple[ref[Tensor], int]] = {}
         self._places: list[ref[_Place]] = []
         self._values: WeakKeyDictionary[_Place, Tensor] = WeakKeyDictionary()
+        hooks = hooks_around()
+        self._decisions = Decisions(lambda tensor: Kept(tensor, hooks).get)
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -87,7 +90,8 @@ class Segment:
         # objects, a cache say, are to be found as they were
         kept = [self._kept(leaf, keep) if isinstance(leaf, Tensor) else own_object(leaf) for leaf in leaves]
         self._runs.append(_Run(run.call.unit, body, kept, unflatten, before))
-        with saving_with((self._pack, _unpack)), hooks_set_aside(run.unit, "_forward_pre_hooks"):
+        deciding = self._decisions.first()
+        with saving_with((self._pack, _unpack)), hooks_set_aside(run.unit, "_forward_pre_hooks"), deciding:
             out = body(*args, **kwargs)
         before.settle()
         outputs = [(index, leaf) for index, leaf in enumerate(tree_leaves(out)) if isinstance(leaf, Tensor)]
@@ -129,7 +133,7 @@ class Segment:
                 raise _Enough
 
         try:
-            with torch.enable_grad(), watching_saved(note):
+            with torch.enable_grad(), watching_saved(note), self._decisions.again():
                 self._run_again()
         except _Enough:
             return

@@ -23,6 +23,7 @@ from lnn_lightning.parallel.expert.axis import ExpertAxis
 from lnn_lightning.parallel.expert.exchange import Exchange, Route, count_bytes, receive, send
 from lnn_lightning.parallel.hosts import ranks_in_words
 from lnn_lightning.parallel.step.randomness import forked_as
+from lnn_lightning.parallel.step.remember import in_second_run, remembered
 from lnn_lightning.parallel.tensor.axis import Spec, enter, gather, reduce, scatter
 from lnn_lightning.parallel.tensor.randomness import forked_rng
 
@@ -175,13 +176,16 @@ def _agree(counts: Tensor, values: Tensor, axis: ExpertAxis, problem: Problem | 
     flags[0] = bad
     most = -(-experts // size)
     table = torch.cat([_by_rank(counts, axis, most), flags.expand(size, _FLAGS)], 1)
-    others = torch.empty_like(table)
-    if size > 1:
+
+    def exchanged() -> Tensor:
+        others = torch.empty_like(table)
         count_bytes(counts=(size - 1) * table[0].numel() * table.element_size())
         dist.all_to_all_single(others, table, group=axis.group)
-    else:
-        others = table
-    mine, theirs = torch.stack([table, others]).tolist()
+        return others
+
+    # a recomputation neither asks the other ranks again nor has the host wait
+    others = remembered(exchanged) if size > 1 else table
+    mine, theirs = remembered(lambda: torch.stack([table, others]).cpu()).tolist()
     local = len(axis.span(experts))
     _refuse(axis, text, [row[most] for row in theirs])
     _refuse_mixed(axis, [row[most + 1] for row in theirs])
@@ -191,7 +195,7 @@ def _agree(counts: Tensor, values: Tensor, axis: ExpertAxis, problem: Problem | 
         others[:, :local],
         [sum(row[each] for row in theirs) for each in range(local)],
         gradients,
-        any(row[most + 2] for row in theirs),
+        gradients and (in_second_run() or any(row[most + 2] for row in theirs)),  # a first run may be without
     )
 
 

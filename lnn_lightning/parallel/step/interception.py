@@ -50,8 +50,8 @@ class CheckpointRegions:
                     regions.current = outer
 
         with (
-            _replaced(checkpointing, "_checkpoint_without_reentrant_generator", watched_generator),
-            _replaced(checkpointing, "CheckpointFunction", WatchedFunction),
+            replaced(checkpointing, "_checkpoint_without_reentrant_generator", watched_generator),
+            replaced(checkpointing, "CheckpointFunction", WatchedFunction),
         ):
             yield
 
@@ -73,12 +73,13 @@ def no_backward() -> Iterator[None]:
             "values is spread over the pipeline stages. Train without a pipeline (pipeline_parallel_size=1)."
         )
 
-    with _replaced(torch.autograd, "grad", refuse), _replaced(torch.Tensor, "backward", refuse):
+    with replaced(torch.autograd, "grad", refuse), replaced(torch.Tensor, "backward", refuse):
         yield
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute has another value inside."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -21,6 +21,7 @@ from lnn_lightning.parallel.step.hooks import hooks_set_aside, is_call, run_hook
 from lnn_lightning.parallel.step.patching import patched_calls
 from lnn_lightning.parallel.step.plan import Plan
 from lnn_lightning.parallel.step.randomness import reseed, seed_of
+from lnn_lightning.parallel.step.remember import checkpoints_remember
 from lnn_lightning.parallel.step.trace import Call, Key, TensorInfo
 from lnn_lightning.parallel.step.tree import tree_leaves
 from lnn_lightning.parallel.tensor.sharded import plain, whole, wholes, wrap
@@ -141,13 +142,13 @@ class StepRunner:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Routes the calls of the units through the runs made inside."""
+        """Routes the calls of the units through the runs made inside; checkpoints within them decide once."""
         if self._open:
             yield
             return
         self._open = True
         try:
-            with patched_calls(self._units, self._enter):
+            with patched_calls(self._units, self._enter), checkpoints_remember():
                 yield
         finally:
             self._open = False
