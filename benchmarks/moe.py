@@ -11,8 +11,8 @@ machine; where no gate throws dice their results are compared first. The bytes a
 
 A capacity of `f` lets an expert take `f * top_k * tokens / experts` of each rank's tokens. The peers compute that many
 rows for every expert, filled or not; ours computes the rows that came. GShard's gate (ours, not DeepSpeed's or
-fairscale's) sends a token to its second expert with the probability `2 * weight`, hence fewer rows: `top_k` is the table's
-row without that.
+fairscale's) sends a token to its second expert with the probability `2 * weight`, hence fewer rows: `top_k` is the
+table's row without that. `undivided`: transformers' block with all experts on each rank, which sends nothing.
 """
 
 import argparse
@@ -24,11 +24,9 @@ import math
 import os
 import pstats
 import statistics
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +36,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lnn_lightning.parallel.expert.axis import ExpertAxis
+from lnn_lightning.parallel.expert.install import ExpertSharding, prepare_seams
+from lnn_lightning.parallel.expert.layer import MoELayer
+from lnn_lightning.parallel.expert.router import Router
+from lnn_lightning.parallel.expert.routing import Routing
+from lnn_lightning.parallel.expert.settings import Gate
 from tests.helpers.ranks import run_ranks
 
 Layer = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -180,24 +183,44 @@ def expert_axis() -> ExpertAxis:
     return ExpertAxis(world, dist.get_rank(), dist.group.WORLD, scale=1 / world)
 
 
-def our_layer(settings: Settings, gate: str) -> Layer:
-    from lnn_lightning.parallel.expert.dispatch import run_experts
-    from lnn_lightning.parallel.expert.router import Router
-
-    experts = all_experts(settings)
-    local = nn.ModuleList(experts[index] for index in own(settings))
+def our_layer(settings: Settings, gate: Gate) -> Layer:
     router = Router(settings.width, settings.experts, gate, settings.top_k, settings.capacity)
     router.weight.data.copy_(router_weight(settings))
-    axis = expert_axis()
-
-    def compute(rows: Tensor, counts: list[int]) -> Tensor:
-        return torch.cat([expert(part) for expert, part in zip(local, rows.split(counts), strict=True)])
+    layer = MoELayer(router, all_experts(settings))
+    layer.axis = expert_axis()
+    routings: list[Routing] = []
+    router.register_forward_hook(lambda _, __, routing: routings.append(routing))
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
-        routing = router(x)
-        out = run_experts(x, routing.expert.flatten(), settings.experts, axis, compute, problem=("NaN", ~routing.finite))
-        out = out.view(*routing.weights.shape, -1)
-        return (out * routing.weights[..., None]).sum(1), routing.losses["balance"]
+        return layer(x), routings.pop().losses["balance"]
+
+    return run
+
+
+def mixtral_block(settings: Settings, divided: bool) -> Layer:
+    """transformers' block, as a model has it: with the experts of this rank, or with all."""
+    from transformers import MixtralConfig, MixtralModel
+
+    config = MixtralConfig(
+        vocab_size=8,
+        hidden_size=settings.width,
+        intermediate_size=settings.hidden,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=settings.experts,
+        num_experts_per_tok=settings.top_k,
+    )
+    block: Any = MixtralModel(config).layers[0].mlp
+    experts: Any = all_experts(settings)
+    block.gate.weight.data.copy_(router_weight(settings))
+    block.experts.gate_up_proj.data.copy_(torch.stack([expert.gate_up.weight for expert in experts]))
+    block.experts.down_proj.data.copy_(torch.stack([expert.down.weight for expert in experts]))
+    if divided:
+        ExpertSharding(block, prepare_seams(block), expert_axis()).install()
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        return block(x[None])[0], x.new_zeros(())
 
     return run
 
@@ -206,6 +229,8 @@ CONTESTANTS: dict[str, Callable[[Settings], Layer]] = {
     "MoELayer, switch": lambda settings: our_layer(settings, "switch"),
     "MoELayer, top_k": lambda settings: our_layer(settings, "top_k"),
     "MoELayer, gshard": lambda settings: our_layer(settings, "gshard"),
+    "adapter": lambda settings: mixtral_block(settings, divided=True),
+    "undivided": lambda settings: mixtral_block(settings, divided=False),
     "DeepSpeed": deepspeed_layer,
     "fairscale": fairscale_layer,
 }
@@ -217,13 +242,23 @@ PEERS = ("DeepSpeed", "fairscale", "undivided")
 
 @dataclass
 class Found:
-    """Of one rank, by contestant: seconds of each round, bytes sent forward and backward, results; who is left out."""
+    """Of one rank, by contestant.
 
-    forward: dict[str, list[float]]
-    both: dict[str, list[float]]
-    sent: dict[str, tuple[int, int]]
-    results: dict[str, Tensor]
-    missing: dict[str, str]
+    Attributes:
+        forward: seconds of each round.
+        both: with backward.
+        busy: of the processor, with backward: other jobs on the machine disturb them less.
+        sent: bytes forward and backward.
+        results: what came out.
+        missing: who is left out, and why.
+    """
+
+    forward: dict[str, list[float]] = field(default_factory=dict)
+    both: dict[str, list[float]] = field(default_factory=dict)
+    busy: dict[str, list[float]] = field(default_factory=dict)
+    sent: dict[str, tuple[int, int]] = field(default_factory=dict)
+    results: dict[str, Tensor] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -257,12 +292,12 @@ def step(run: Layer, x: Tensor) -> tuple[Tensor, float]:
 
 def measure(rank: int, world_size: int, settings: Settings) -> Found:
     """Runs on each rank."""
-    found = Found({}, {}, {}, {}, {})
+    found = Found()
     layers: dict[str, Layer] = {}
     for name in settings.contestants:
         try:
             layers[name] = CONTESTANTS[name](settings)
-        except (KeyError, ImportError) as error:
+        except ImportError as error:
             found.missing[name] = str(error)
     x = torch.randn(settings.tokens, settings.width, generator=torch.Generator().manual_seed(10 + rank))
     for name, run in layers.items():
@@ -272,16 +307,17 @@ def measure(rank: int, world_size: int, settings: Settings) -> Found:
         with counted() as bytes_both:
             step(run, x)
         found.sent[name] = bytes_forward[0], bytes_both[0] - bytes_forward[0]
-        found.forward[name], found.both[name] = [], []
+        found.forward[name], found.both[name], found.busy[name] = [], [], []
     for index in range(settings.rounds + 1):
         for name, run in layers.items():
             dist.barrier()
-            start = time.perf_counter()
+            start, busy_before = time.perf_counter(), time.process_time()
             _, middle = step(run, x)
             dist.barrier()
             if index > 0:  # the first round warms up
                 found.forward[name].append(middle - start)
                 found.both[name].append(time.perf_counter() - start)
+                found.busy[name].append(time.process_time() - busy_before)
     return found
 
 
@@ -321,28 +357,43 @@ def table(settings: Settings) -> str:
     found: Found = run_ranks(measure, 2, settings, timeout=3600)[0]
     check(settings, found)
     peers = [name for name in PEERS if name in found.both]
+    to = [f"to {peer}" for peer in peers]
     lines = [
         f"{settings.title}: width {settings.width}, {settings.experts} experts of {settings.hidden}, {settings.tokens} "
         f"tokens a rank, 2 ranks, {settings.rounds} rounds",
         *(f"left out: {name} ({reason})" for name, reason in found.missing.items()),
         "",
-        " | ".join(
-            ["| ", "forward (ms)", "with backward (ms)", "lowest", *(f"to {peer}" for peer in peers)]
-            + ["sent forward (MB)", "backward |"]
+        _row(
+            "",
+            "forward (ms)",
+            "with backward (ms)",
+            "lowest",
+            *to,
+            "processor (ms)",
+            *to,
+            "sent forward (MB)",
+            "backward",
         ),
-        "|---|---|---|---|" + "---|" * (len(peers) + 2),
+        "|---" * (7 + 2 * len(peers)) + "|",
     ]
     for name, times in found.both.items():
         cells = [1000 * statistics.median(found.forward[name]), 1000 * statistics.median(times), 1000 * min(times)]
-        cells += [
-            statistics.median(one / other for one, other in zip(times, found.both[peer], strict=True)) for peer in peers
-        ]
-        cells += [sent / 1e6 for sent in found.sent[name]]
-        formats = ["{:.1f}"] * 3 + ["{:.3f}"] * len(peers) + ["{:.2f}"] * 2
-        lines.append(
-            " | ".join([f"| {name}", *(f.format(cell) for f, cell in zip(formats, cells, strict=True))]) + " |"
-        )
+        busy = 1000 * statistics.median(found.busy[name])
+        cells = [*cells, *_ratios(found.both, name, peers), busy, *_ratios(found.busy, name, peers)]
+        numbers = [f"{cell:.1f}" if cell > 10 else f"{cell:.3f}" for cell in cells]
+        lines.append(_row(name, *numbers, *(f"{sent / 1e6:.2f}" for sent in found.sent[name])))
     return "\n".join(lines)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _ratios(times: dict[str, list[float]], name: str, peers: list[str]) -> list[float]:
+    """Medians over the rounds of what one took to what each peer took in the same round."""
+    return [
+        statistics.median(one / other for one, other in zip(times[name], times[peer], strict=True)) for peer in peers
+    ]
 
 
 def main() -> None:

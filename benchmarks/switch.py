@@ -107,7 +107,9 @@ def train(rank: int, world_size: int, settings: Settings) -> Found:
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * warmup_cosine(index, settings.warmup, settings.steps, 0.1)
         loss = model.loss(batch)
-        (loss + sum(layer.aux_loss * each.losses["balance"] for layer, each in zip(layers, routings, strict=True))).backward()
+        (
+            loss + sum(layer.aux_loss * each.losses["balance"] for layer, each in zip(layers, routings, strict=True))
+        ).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
