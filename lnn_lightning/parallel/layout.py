@@ -182,6 +182,11 @@ class Mesh:
         """Data ranks that share one copy of the sharded state; all data ranks unless sharding is hybrid."""
         return self.sharding.get_group(self.sharding.ndim - 1)
 
+    @property
+    def replica_rank(self) -> int:
+        """Which copy of the sharded state this process holds a part of; 0 unless sharding is hybrid."""
+        return self.sharding.get_local_rank(0) if self.sharding.ndim > 1 else 0
+
     def group(self, axis: str) -> dist.ProcessGroup:
         """Process group of the ranks that differ from this one only along ``axis``."""
         return self.device_mesh.get_group(axis)

@@ -38,9 +38,9 @@ from lnn_lightning.precision import MeshAgreement, mesh_precision, reduce_dtype_
 from lnn_lightning.strategies.averaging import divide_averages
 from lnn_lightning.strategies.data import DataHooks
 from lnn_lightning.strategies.effects import set_metric_group
+from lnn_lightning.strategies.experts import ExpertHooks
 from lnn_lightning.strategies.initial_weights import read_initial_weights
 from lnn_lightning.strategies.manual import computing_step
-from lnn_lightning.strategies.memory import MemoryHooks
 from lnn_lightning.strategies.moving import gradients_looked_at
 from lnn_lightning.strategies.peek import peek_batch
 from lnn_lightning.strategies.scaling import scale_blocks
@@ -66,7 +66,7 @@ _LOSS_FORM = {
 }
 
 
-class PTDPStrategy(MemoryHooks, DataHooks):
+class PTDPStrategy(ExpertHooks, DataHooks):
     """Trains an unmodified LightningModule on a mesh of pipeline and data ranks.
 
     The module's ``training_step`` is traced once; its blocks are cut into stages, and from then on every rank runs the
@@ -210,6 +210,7 @@ class PTDPStrategy(MemoryHooks, DataHooks):
         convert_module(module, device=self.root_device)
         self.engine.shard(self._zero)
         self.setup_memory(trainer)
+        self.setup_experts()
         if trainer.state.fn == TrainerFn.FITTING:
             scale_blocks(self.engine, self.precision_plugin, self.root_device)
         if new and self._initial_weights is not None:

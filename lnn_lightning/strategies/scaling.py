@@ -29,7 +29,7 @@ def scale_blocks(engine: PipelineEngine, plugin: Any, device: torch.device) -> N
         way_out = "the schedule 1f1b or interleaved: a backward in two halves has no end of a block"
     if way_out is not None:
         raise StepError(f"`gradient_scales` of blocks need {way_out}. Or leave `gradient_scales` out.")
-    trace = engine._trace
+    trace = engine.first_trace
     elsewhere = {*trace.tail_parameters, *trace.everywhere}.union(*(call.glue_parameters for call in trace.calls))
     blocks = scaled_blocks(engine.root, engine.book.units.names, elsewhere)
     everywhere: list[Any] = [blocks] * dist.get_world_size()

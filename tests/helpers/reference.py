@@ -200,6 +200,11 @@ def train_with_trainer(
     )
 
 
+def train_all(rank: int, world_size: int, jobs: list[tuple[str, dict[str, Any], Run]]) -> list[Result]:
+    """Runs in `launch_ranks`: several trainings one after the other, each of (case, layout, run)."""
+    return [train_with_trainer(rank, world_size, name, layout, run) for name, layout, run in jobs]
+
+
 def divided_share(tensor: Any, module: pl.LightningModule) -> float:
     """Share of the parameters of which each tensor rank has a part only; the parts have the shapes of parts."""
     if tensor is None:

@@ -1,6 +1,7 @@
 """Unmodified models of many kinds: the proof that any of them can be run in a pipeline."""
 
 from tests.zoo import (
+    experts,
     huggingface,
     language,
     losses,
@@ -29,8 +30,12 @@ ZOO: dict[str, Case] = {
         tensor_heads.CASES,
         tensor_odd.CASES,
         tensor_huggingface.CASES,
+        experts.CASES,
     )
     for case in cases
 }
 
-__all__ = ["ZOO", "Case"]
+EXPERTS = frozenset(case.name for case in experts.CASES)
+"""Names of the mixtures of experts, which have layouts of their own."""
+
+__all__ = ["EXPERTS", "ZOO", "Case"]

@@ -412,6 +412,40 @@ class HandWrittenMoE(Lit):
         return loss
 
 
+class TokenExpertsBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.experts = nn.ModuleList([Expert() for _ in range(6)])
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        rows, result = self.norm(x), torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            where = torch.where(tokens % 6 == i)
+            if where[0].numel():
+                result[where] += expert(rows[where])
+        return x + result
+
+
+class TokenExperts(Lit):
+    """Which expert a token goes to depends on the token alone; the batches leave most experts without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([TokenExpertsBlock() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h, x)
+        loss = F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+        self.log("train_loss", loss)
+        return loss
+
+
 class FrozenEmbedding(Lit):
     """Nothing before the first block learns."""
 
@@ -471,6 +505,16 @@ class StackedLSTM(Lit):
         return loss
 
 
+def _starving(n: int, batch_size: int, dtype: torch.dtype) -> list[Any]:
+    """All tokens of a sample go to one expert, a batch of eight meets three of them; the sixth gets no token ever."""
+    batches = []
+    for index in range(n):
+        expert = (index + torch.arange(batch_size).view(-1, 1) // 3) % 5
+        x = (expert + 6 * torch.arange(LENGTH)) % 30
+        batches.append((x, (3 * x + 1) % VOCABULARY))
+    return batches
+
+
 _as_dict = mapped(tokens(VOCABULARY, LENGTH), lambda batch: {"input_ids": batch[0], "labels": batch[1]})
 _tokens = tokens(VOCABULARY, LENGTH)
 
@@ -495,6 +539,7 @@ CASES = [
     Case("encoder_decoder", EncoderDecoder, _tokens, 6, "cross attention; embedding weight used by glue as the head"),
     Case("litgpt", LitGPTModel, _as_dict, 4, "rope buffers sliced in glue; dict batches"),
     Case("shared_bias", SharedBias, _tokens, 4, "a glue parameter used on every stage and in the loss"),
+    Case("token_experts", TokenExperts, _starving, 3, "many experts get no token in a micro-batch, some in a batch"),
     Case("moe", HandWrittenMoE, _tokens, 4, "data-dependent expert loop"),
     Case("frozen_embedding", FrozenEmbedding, _tokens, 4, "frozen first unit and a frozen block"),
     Case("lstm", StackedLSTM, _tokens, 4, "nested tuples; an output of every block reaches the tail"),

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,6 +24,7 @@ def shard_units(
     trace: Trace,
     mesh: DeviceMesh,
     settings: ZeroSettings,
+    group: dist.ProcessGroup,
     reduce_dtype: torch.dtype | None = None,
 ) -> Sharding:
     """Shards the units of this rank's stages over the data ranks. Collective over all processes.
@@ -35,10 +37,11 @@ def shard_units(
         trace: the traced step.
         mesh: data ranks, or replicate x shard.
         settings: the stage of ZeRO.
+        group: all data ranks.
         reduce_dtype: in which gradients are added up; None: see :func:`reduction_dtype`.
     """
     groups, whole = choose_units(root, names, stages, ownership, trace)
-    sharding = Sharding(root, groups, whole, mesh, settings, reduce_dtype)
+    sharding = Sharding(root, groups, whole, mesh, settings, group, reduce_dtype)
     sharding.prefetch(trace)
     return sharding
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from lnn_lightning.parallel.data.unused import Unused
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.reduction import reduction_dtype
 
@@ -73,13 +74,12 @@ class Replica:
         if self._armed:
             self._armed = False
             return
-        unused = [parameter for parameter in self.parameters if parameter.grad is None]
+        unused = Unused(self.parameters, self._group)
         views = [parameter.view_as(parameter) for parameter in self.parameters]
         nothing = [view.new_zeros(()).expand_as(view) for view in views]
         self._ddp.reducer.prepare_for_backward(views)
         torch.autograd.backward(views, nothing)
-        for parameter in unused:
-            parameter.grad = None
+        unused.drop()
 
 
 def refuse_renormalised(root: nn.Module) -> None:

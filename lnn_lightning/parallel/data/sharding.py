@@ -15,15 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lnn_lightning.parallel.data.settings import ZeroSettings
+from lnn_lightning.parallel.data.unused import Unused
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.reduction import reduction_dtype
 from lnn_lightning.parallel.step.hooks import keep_inside
@@ -67,6 +70,7 @@ class Sharding:
         whole: names of parameters that stay whole, with the reason.
         mesh: data ranks, or replicate x shard.
         settings: which stage of ZeRO, and when to free whole parameters.
+        ranks: all data ranks, also where ``mesh`` has two axes.
         reduce_dtype: in which gradients are added up; None: see :func:`reduction_dtype`.
     """
 
@@ -77,9 +81,12 @@ class Sharding:
         whole: Mapping[str, str],
         mesh: DeviceMesh,
         settings: ZeroSettings,
+        ranks: dist.ProcessGroup,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.settings, self.whole = settings, dict(whole)
+        self._ranks = ranks
+        self._used: set[int] = set()
         parameters = dict(root.named_parameters())
         ignored = {parameter for name, parameter in parameters.items() if name in whole or is_stand_in(parameter)}
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -141,7 +148,17 @@ class Sharding:
                 keep_inside(module, made)
                 self._hooks += [(module, store, key) for key in made]
         assert isinstance(modules[0], FSDPModule)
+        # which parameters a step uses may depend on the data; ranks must still reduce the same ones
+        modules[0].set_reduce_scatter_unused_params(True, recurse=False)
+        for group in modules[0]._get_fsdp_state()._fsdp_param_groups:
+            reduce = group.post_backward
+            group.post_backward = partial(self._reduce, group, reduce)  # type: ignore[method-assign]
         return modules[0]
+
+    def _reduce(self, group: Any, reduce: Callable[..., None], *args: Any) -> None:
+        """Behind the backward of a unit: notes whose gradients this rank has made before they are reduced."""
+        self._used.update(id(each.sharded_param) for each in group.fsdp_params if _unreduced(each))
+        reduce(*args)
 
     def prefetch(self, trace: Trace) -> None:
         """Backward gathers ahead in the order of the traced calls.
@@ -207,6 +224,9 @@ class Sharding:
         """Before a stage's backward of a micro-batch: whether it is the step's last one, and whether it reduces."""
         if stage not in self._roots:
             return
+        if last and sync:
+            here = [shard.parameter for shard in self.shards if shard.unit in self._units[stage]]
+            self._used.update(id(parameter) for parameter in here if parameter.grad is not None)
         self._roots[stage].set_is_last_backward(last)
         for module in self._units[stage].values():
             module.set_requires_gradient_sync(last and sync, recurse=False)
@@ -226,6 +246,14 @@ class Sharding:
                 self._roots[stage].reset_iter_state()
             for module in modules.values():
                 module.reshard()
+        if sync:
+            self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        """What no data rank has used has no gradient, as on one process."""
+        learning = [shard.parameter for shard in self.shards if shard.parameter.requires_grad]
+        Unused(learning, self._ranks, [id(parameter) not in self._used for parameter in learning]).drop()
+        self._used.clear()
 
     def gathered(self) -> list[Tensor]:
         """Whole parameters that are here at the moment."""
@@ -240,6 +268,7 @@ class Sharding:
 
     def forget(self) -> None:
         """Drops gradients that were not reduced: of an accumulation window that was broken off."""
+        self._used.clear()
         for each in self._fsdp_parameters():
             each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):

@@ -9,13 +9,13 @@ gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lnn_lightning.parallel.expert.balance import Average, auxiliary_loss, update_bias
@@ -52,34 +52,35 @@ class Account(StepExtension):
     """Puts auxiliary losses into the gradients of training steps, and keeps the books on loads.
 
     Args:
-        root: the module with the layers.
+        layers: layers of a module by name.
         scale: gives the factor on the loss within the step that begins (loss scaling, accumulation).
         average: averages a small tensor over the data ranks; None: there is one.
 
     Attributes:
+        layers: the same.
         average: the same.
-        tallies: name of a layer -> what happened in the latest training step.
-        parts: micro-batches of that step.
         unbalanced: name of a layer whose router has a bias -> load since that was last moved.
     """
 
     may_split = False
     """A backward in two parts would meet the exchanges of tokens twice."""
 
-    def __init__(self, root: nn.Module, scale: Callable[[], float], average: Average | None = None) -> None:
-        self._names = {id(layer): name for name, layer in moe_layers(root).items()}
-        self._scale, self.average = scale, average
+    def __init__(
+        self, layers: Mapping[str, MoELayer], scale: Callable[[], float], average: Average | None = None
+    ) -> None:
+        self._names = {id(layer): name for name, layer in layers.items()}
+        self.layers, self._scale, self.average = layers, scale, average
         self._factor = 1.0
-        self.parts = 1
-        self.tallies: dict[str, Tally] = {}
+        self._parts = 0
+        self._tallies: dict[str, Tally] = {}
         self.unbalanced: dict[str, Tensor] = {}
 
     @override
     def begin(self, parts: int, training: bool) -> None:
         if not training:
             return
-        self.parts, self._factor = parts, self._scale() / parts
-        self.tallies = {}
+        self._factor = self._scale() / parts
+        self._parts += parts
         _running.append(self)
 
     @override
@@ -107,7 +108,13 @@ class Account(StepExtension):
         asked = torch.full_like(routing.dropped, tokens) if by_token else routing.load.sum()
         value = loss.detach() if loss is not None else torch.zeros((), device=routing.load.device)
         tally = Tally(routing.load, routing.dropped, asked, value)
-        self.tallies[name] = self.tallies[name] + tally if name in self.tallies else tally
+        self._tallies[name] = self._tallies[name] + tally if name in self._tallies else tally
+
+    def read(self) -> tuple[dict[str, Tally], int]:
+        """What happened in each layer since the last reading, and micro-batches since then."""
+        read = self._tallies, self._parts
+        self._tallies, self._parts = {}, 0
+        return read
 
 
 _running: list[Account] = []
@@ -119,7 +126,7 @@ def running_account(layer: MoELayer) -> Account | None:
 
 
 class _WithLoss(torch.autograd.Function):
-    """Returns a value as it is; in backward the loss gets a gradient, as if it were a term of what is differentiated."""
+    """Returns a value as it is; in backward the loss gets a gradient, as a term of what is differentiated would."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, loss: Tensor, factor: float) -> Tensor:
@@ -131,21 +138,21 @@ class _WithLoss(torch.autograd.Function):
         return gradient, torch.full((), ctx.factor, dtype=ctx.dtype, device=gradient.device), None
 
 
-def balance_biases(account: Account, root: nn.Module, group: dist.ProcessGroup | None) -> None:
+def balance_biases(account: Account, group: dist.ProcessGroup | None) -> None:
     """Moves the biases of routers that balance by them, once an optimizer step. Collective over the data ranks.
 
     Args:
         account: has counted the loads since the last time.
-        root: the module.
         group: ranks that have other tokens; None: there are none.
     """
     loads, account.unbalanced = account.unbalanced, {}
     if not loads:
         return
-    summed = torch.cat([loads[name] for name in sorted(loads)])
+    names = sorted(loads)
+    summed = torch.cat([loads[name] for name in names])
     if group is not None:
         dist.all_reduce(summed, group=group)
-    for name, load in zip(sorted(loads), summed.split([len(loads[name]) for name in sorted(loads)]), strict=True):
-        bias = root.get_submodule(f"{name}.router").bias
-        assert isinstance(bias, Tensor)
+    for name, load in zip(names, summed.split([len(loads[name]) for name in names]), strict=True):
+        bias = account.layers[name].router.bias
+        assert bias is not None
         update_bias(bias, load)

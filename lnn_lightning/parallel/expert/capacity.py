@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def capacity_of(tokens: int, experts: int, top_k: int, factor: float) -> int:
-    """Rows that an expert takes of so many tokens: ``factor`` times its even share, rounded up (GShard, algorithm 1)."""
+    """Rows that an expert takes of so many tokens: ``factor`` times its even share, rounded up (GShard, 3.2)."""
     return math.ceil(factor * top_k * tokens / experts)
 
 
@@ -30,7 +30,7 @@ def within_capacity(expert: Tensor, weights: Tensor | None, experts: int, capaci
     """
     tokens, choices = expert.shape
     if weights is not None:
-        ranking = weights.sort(1, descending=True, stable=True).indices
+        ranking = weights.sort(dim=1, descending=True, stable=True).indices
         expert = expert.gather(1, ranking)
     queue = expert.t().flatten()
     key = torch.where((queue >= 0) & (queue < experts), queue, experts)

@@ -23,7 +23,7 @@ from lnn_lightning.parallel.expert.axis import ExpertAxis
 from lnn_lightning.parallel.expert.exchange import Exchange, Route, count_bytes, receive, send
 from lnn_lightning.parallel.hosts import ranks_in_words
 from lnn_lightning.parallel.step.randomness import forked_as
-from lnn_lightning.parallel.step.remember import in_second_run, remembered
+from lnn_lightning.parallel.step.remember import remembered
 from lnn_lightning.parallel.tensor.axis import Spec, enter, gather, reduce, scatter
 from lnn_lightning.parallel.tensor.randomness import forked_rng
 
@@ -36,7 +36,7 @@ Problem = str | tuple[str, Tensor]
 T = TypeVar("T")
 
 _FLAGS = 3
-"""Numbers next to the counts: is there a problem, are gradients computed, and those of values."""
+"""Numbers behind the counts: is there a problem, are gradients computed, and those of values too."""
 
 
 def run_experts(
@@ -87,53 +87,68 @@ def run_experts_beside(
     Its backward runs while the gradients of the tokens are on their way back.
     """
     choices = _choices(values, expert)
-    tokens = len(values)
-    if axis.tensor is not None and axis.divides_experts:
+    expert = expert.long()
+    if axis.tensor is None or not len(values):
+        return _run(values, expert, choices, experts, axis, compute, meanwhile, problem)
+    if axis.divides_experts:
         values = enter(values, axis.tensor)
-    elif axis.tensor is not None and tokens:
-        values, expert = _share(values, expert, axis)
-    rows = len(expert)
+        partial, beside = _run(values, expert, choices, experts, axis, compute, meanwhile, problem)
+        return reduce(partial, axis.tensor), beside
+    tokens = Spec(0, (len(values),))
+    mine = scatter(values, axis.tensor, tokens)
+    expert = _part(expert.view(-1, choices), len(mine), axis.tensor.rank).flatten()
+    part, beside = _run(mine, expert, choices, experts, axis, compute, meanwhile, problem)
+    whole = gather(part.reshape(len(mine), -1), axis.tensor, tokens)
+    return whole.view(tokens.total * choices, -1), beside
 
-    key = torch.where((expert >= 0) & (expert < experts), expert, experts)
-    key, order = key.sort(stable=True)
+
+def _run(
+    values: Tensor,
+    expert: Tensor,
+    choices: int,
+    experts: int,
+    axis: ExpertAxis,
+    compute: Compute,
+    meanwhile: Callable[[], T],
+    problem: Problem | None,
+) -> tuple[Tensor, T]:
+    key, order = torch.where((expert >= 0) & (expert < experts), expert, experts).sort(stable=True)
     bounds = torch.searchsorted(key, torch.arange(experts + 1, device=key.device))
     routing = _agree(bounds.diff(), values, axis, problem)
     kept = sum(routing.route.send)
-    there, back, holes = order[:kept], _inverse(order), kept < rows
+    there, back, holes = order[:kept], _inverse(order), kept < len(expert)
 
     tie = _leaf(values) if routing.differentiable else None
-    tie_values = tie if routing.values_differentiable and not values.requires_grad else None
     first = Exchange(routing.route, 1 / axis.scale)
-    sent = send(_Rows.apply(values, there // choices, back, choices, holes), first, tie_values)
+    rows = _Rows.apply(values, there // choices, back, choices, holes)
+    sent = send(rows, first, tie if routing.values_differentiable else None)
     beside = meanwhile()
-    received, dispatched = receive(sent, first)
+    rows, dispatched = receive(sent, first)
     moves = routing.by_expert()
     if moves is not None:
-        received = _Rows.apply(received, *moves, 1, False)
-    with ExitStack() as stack:
-        if axis.tensor is not None:
-            place = 0 if axis.divides_experts else axis.tensor.rank
-            stack.enter_context(forked_as(place))
-            stack.enter_context(forked_rng(values.device, place))
-        computed = compute(received, routing.local_counts)
-    if computed.dim() != 2 or len(computed) != len(received):
-        raise StepError(
-            f"The experts were given {len(received)} rows and gave a value of shape {tuple(computed.shape)}: it must "
-            "have a row for each."
-        )
+        rows = _Rows.apply(rows, *moves, 1, False)
+    computed = _compute(compute, rows, routing.local_counts, axis)
     if moves is not None:
         computed = _Rows.apply(computed, *reversed(moves), 1, False)
     second = Exchange(routing.route.back(), axis.scale)
-    sent = send(computed, second, dispatched if dispatched.requires_grad else tie)
+    sent = send(computed, second, dispatched if routing.values_differentiable else tie)
     home, _ = receive(sent, second)
-    result = _Rows.apply(home, back, there, 1, holes)
+    return _Rows.apply(home, back, there, 1, holes), beside
 
-    if axis.tensor is not None and axis.divides_experts:
-        result = reduce(result, axis.tensor)
-    elif axis.tensor is not None and tokens:
-        whole = gather(result.reshape(rows // choices, -1), axis.tensor, Spec(0, (tokens,)))
-        result = whole.view(tokens * choices, -1)
-    return result, beside
+
+def _compute(compute: Compute, rows: Tensor, counts: list[int], axis: ExpertAxis) -> Tensor:
+    with ExitStack() as stack:
+        if axis.tensor is not None:  # ranks with other rows draw numbers of their own, and as many as they like
+            place = 0 if axis.divides_experts else axis.tensor.rank
+            stack.enter_context(forked_as(place))
+            stack.enter_context(forked_rng(rows.device, place))
+        computed = compute(rows, counts)
+    if computed.dim() != 2 or len(computed) != len(rows):
+        raise StepError(
+            f"The experts were given {len(rows)} rows and gave a value of shape {list(computed.shape)}: it must have a "
+            "row for each."
+        )
+    return computed
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,36 +182,55 @@ class _Routing:
 
 def _agree(counts: Tensor, values: Tensor, axis: ExpertAxis, problem: Problem | None) -> _Routing:
     """Exchanges how many rows there are for each expert, and what else ranks must know; the host waits here."""
-    experts, size = len(counts), axis.size
+    size, most = axis.size, -(-len(counts) // axis.size)
     text, bad = problem if isinstance(problem, tuple) else (problem, problem is not None)
     gradients = torch.is_grad_enabled()
-    flags = torch.zeros(_FLAGS, dtype=torch.int64)
-    flags[1], flags[2] = gradients, gradients and values.requires_grad
-    flags = flags.to(counts.device, non_blocking=True)
-    flags[0] = bad
-    most = -(-experts // size)
-    table = torch.cat([_by_rank(counts, axis, most), flags.expand(size, _FLAGS)], 1)
-
-    def exchanged() -> Tensor:
-        others = torch.empty_like(table)
-        count_bytes(counts=(size - 1) * table[0].numel() * table.element_size())
-        dist.all_to_all_single(others, table, group=axis.group)
-        return others
-
-    # a recomputation neither asks the other ranks again nor has the host wait
-    others = remembered(exchanged) if size > 1 else table
-    mine, theirs = remembered(lambda: torch.stack([table, others]).cpu()).tolist()
-    local = len(axis.span(experts))
+    flags = [(bad != 0).long().view(1)] if isinstance(bad, Tensor) else [counts.new_full((1,), bad)]
+    flags += [counts.new_full((1,), flag) for flag in (gradients, gradients and values.requires_grad)]
+    told = torch.cat([_by_rank(counts, axis, most), torch.cat(flags).expand(size, -1)], 1)
+    arriving, mine, theirs, table = _exchange_counts(told, axis)
     _refuse(axis, text, [row[most] for row in theirs])
     _refuse_mixed(axis, [row[most + 1] for row in theirs])
-    route = Route(axis, [sum(row[:most]) for row in mine], [sum(row[:most]) for row in theirs])
+    local = len(axis.span(len(counts)))
     return _Routing(
-        route,
-        others[:, :local],
+        Route(axis, [sum(row[:most]) for row in mine], [sum(row[:most]) for row in theirs], table),
+        arriving[:, :local],
         [sum(row[each] for row in theirs) for each in range(local)],
         gradients,
-        gradients and (in_second_run() or any(row[most + 2] for row in theirs)),  # a first run may be without
+        # in the second run of a reentrant checkpoint: not known, its first run was without gradients
+        gradients and any(row[most + 2] or not row[most + 1] for row in theirs),
     )
+
+
+def _exchange_counts(
+    told: Tensor, axis: ExpertAxis
+) -> tuple[Tensor, list[list[int]], list[list[int]], list[list[int]] | None]:
+    """What other ranks tell this one, a row each; on the host what it tells, what it is told, and who sends whom."""
+    if axis.size == 1:
+        mine = remembered(told.cpu).tolist()
+        return told, mine, mine, None
+    size = told.nbytes // axis.size * (axis.size - 1)
+
+    def heard() -> Tensor:
+        if axis.hosts is None:
+            count_bytes(counts=size)
+            others = torch.empty_like(told)
+            dist.all_to_all_single(others, told, group=axis.group)
+            return others
+        count_bytes(counts=size * axis.size)
+        everything = told.new_empty((axis.size, *told.shape))
+        dist.all_gather_single(everything.view(-1), told.view(-1), group=axis.group)
+        return everything
+
+    # a recomputation neither asks the other ranks again nor has the host wait
+    others = remembered(heard)
+    if axis.hosts is None:
+        mine, theirs = remembered(lambda: torch.stack([told, others]).cpu()).tolist()
+        return others, mine, theirs, None
+    numbers = remembered(others.cpu).tolist()
+    theirs = [rows[axis.rank] for rows in numbers]
+    table = [[sum(row[:-_FLAGS]) for row in rows] for rows in numbers]
+    return others[:, axis.rank], numbers[axis.rank], theirs, table
 
 
 def _by_rank(counts: Tensor, axis: ExpertAxis, most: int) -> Tensor:
@@ -208,21 +242,22 @@ def _by_rank(counts: Tensor, axis: ExpertAxis, most: int) -> Tensor:
 
 
 def _refuse(axis: ExpertAxis, text: str | None, flags: list[int]) -> None:
-    bad = [rank for rank, flag in enumerate(flags) if flag]
+    bad = [place for place, flag in enumerate(flags) if flag]
     if not bad:
         return
-    if text is None:
-        text = "The experts cannot be run; what is wrong is said there."
-    where = f" ({ranks_in_words(_global_ranks(axis, bad))})" if axis.size > 1 else ""
-    raise StepError(f"{text}{where}")
+    if axis.size == 1:
+        raise StepError(text)
+    ranks = ranks_in_words(_global_ranks(axis, bad))
+    raise StepError(f"On {ranks}: {text or 'experts cannot be run, for the reason that is said there.'}")
 
 
 def _refuse_mixed(axis: ExpertAxis, gradients: list[int]) -> None:
-    if len(set(gradients)) > 1:
-        off = [rank for rank, flag in enumerate(gradients) if not flag]
+    off = [place for place, flag in enumerate(gradients) if not flag]
+    if 0 < len(off) < axis.size:
         raise StepError(
-            f"Experts were called under `torch.no_grad` on {ranks_in_words(_global_ranks(axis, off))} and with gradients "
-            "on the other expert ranks: their backward would wait for ranks that have none. Call them alike on all ranks."
+            f"Experts were called without gradients (`torch.no_grad`) on {ranks_in_words(_global_ranks(axis, off))} "
+            "and with gradients on the other ranks that share them out. Their backward would wait for ranks that have "
+            "none: call them alike on all ranks."
         )
 
 
@@ -233,23 +268,19 @@ def _global_ranks(axis: ExpertAxis, places: list[int]) -> list[int]:
 
 def _choices(values: Tensor, expert: Tensor) -> int:
     """Choices of a token."""
-    if values.dim() != 2 or expert.dim() != 1 or len(expert) % max(len(values), 1) or (len(expert) and not len(values)):
+    choices = len(expert) // max(len(values), 1)
+    if values.dim() != 2 or expert.dim() != 1 or choices * len(values) != len(expert) or (len(values) and not choices):
         raise StepError(
             f"`values` must be [tokens, width] and `expert` [tokens * choices], got {list(values.shape)} and "
             f"{list(expert.shape)}."
         )
-    return len(expert) // len(values) if len(values) else 1
+    return max(choices, 1)
 
 
-def _share(values: Tensor, expert: Tensor, axis: ExpertAxis) -> tuple[Tensor, Tensor]:
-    """This tensor rank's share of the tokens and of their rows; padding goes to no expert."""
-    assert axis.tensor is not None
-    tokens = len(values)
-    mine = scatter(values, axis.tensor, Spec(0, (tokens,)))
-    choices = expert.view(tokens, -1)
-    first = min(axis.tensor.rank * len(mine), tokens)
-    choices = choices[first : first + len(mine)]
-    return mine, F.pad(choices, (0, 0, 0, len(mine) - len(choices)), value=-1).flatten()
+def _part(choices: Tensor, tokens: int, rank: int) -> Tensor:
+    """The choices of one tensor rank's tokens, of which each rank has equally many; padding goes to no expert."""
+    mine = choices[rank * tokens : (rank + 1) * tokens]
+    return F.pad(mine, (0, 0, 0, tokens - len(mine)), value=-1)
 
 
 class _Rows(torch.autograd.Function):

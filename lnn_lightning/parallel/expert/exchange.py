@@ -10,7 +10,7 @@ Autograd must reach every exchange on every rank, rows or no rows, or the others
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lnn_lightning.parallel.expert.axis import ExpertAxis
+from lnn_lightning.parallel.hosts import Host
 
 
 @dataclass(eq=False)
@@ -81,31 +82,69 @@ class Route:
     table: list[list[int]] | None = None
     backward: bool = False
 
-    def back(self) -> Route:
-        """The way back, for gradients if rows went there and the other way round."""
+    def back(self, backward: bool = False) -> Route:
+        """The way back, which gradients of the rows take (``backward``) and what is made of them."""
         table = None if self.table is None else [list(column) for column in zip(*self.table, strict=True)]
-        return Route(self.axis, self.receive, self.send, table, self.backward)
-
-    def for_gradients(self) -> Route:
-        """The way back that the gradients of these rows take."""
-        back = self.back()
-        return Route(back.axis, back.send, back.receive, back.table, True)
+        return Route(self.axis, self.receive, self.send, table, backward)
 
     def start(self, rows: Tensor) -> Transfer:
         """Sends rows, ordered by the rank they are for. Collective."""
-        if self.axis.size == 1:
-            return Transfer(rows)
-        return self._exchange(rows, self.send, self.receive, self.axis.group, self.axis.rank)
+        axis = self.axis
+        if axis.size == 1:
+            return Transfer(rows.detach())
+        if axis.hosts is None or self.table is None:
+            return self._exchange(rows, self.send, self.receive, axis.group, axis.rank)
+        return self._start_in_two_steps(rows, *axis.hosts, self.table)
+
+    def _start_in_two_steps(
+        self, rows: Tensor, inner: dist.ProcessGroup, outer: dist.ProcessGroup, table: list[list[int]]
+    ) -> Transfer:
+        """Within the host to the rank at the receiver's place; from there to the receiver's host.
+
+        So a host sends to another one once from each of its ranks, not from each to each.
+        """
+        each, hosts = dist.get_world_size(inner), dist.get_world_size(outer)
+        host, place = divmod(self.axis.rank, each)
+        mates = [host * each + mate for mate in range(each)]  # on this host
+        peers = [other * each + place for other in range(hosts)]  # at this place
+        rows = _regroup(rows, self.send, hosts)  # by place, then host
+        send = [sum(self.send[mate::each]) for mate in range(each)]
+        arriving = [[table[mate][peer] for peer in peers] for mate in mates]
+        within = self._exchange(rows, send, [sum(row) for row in arriving], inner, place)
+
+        def between(rows: Tensor) -> Transfer:
+            rows = _regroup(rows, [count for row in arriving for count in row], each)  # by host, then source
+            send = [sum(row[other] for row in arriving) for other in range(hosts)]
+            receive = [sum(self.receive[other * each : (other + 1) * each]) for other in range(hosts)]
+            return self._exchange(rows, send, receive, outer, host, between_hosts=True)
+
+        within.onward = between
+        return within
 
     def _exchange(
-        self, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None, rank: int
+        self,
+        rows: Tensor,
+        send: list[int],
+        receive: list[int],
+        group: dist.ProcessGroup | None,
+        rank: int,
+        between_hosts: bool = False,
     ) -> Transfer:
         rows = rows.contiguous()
         size = (len(rows) - send[rank]) * rows[:1].numel() * rows.element_size()
         count_bytes(**{"backward" if self.backward else "forward": size}, exchanges=1)
+        if between_hosts:
+            count_bytes(between_hosts=size)
         received = rows.new_empty((sum(receive), *rows.shape[1:]))
         work = dist.all_to_all_single(received, rows, receive, send, group=group, async_op=True)
         return Transfer(received, work, rows)
+
+
+def _regroup(rows: Tensor, counts: list[int], outer: int) -> Tensor:
+    """Pieces of rows, which lie in ``outer`` runs of equally many: the first of each run, the second of each, ..."""
+    pieces = rows.split(counts)
+    inner = len(pieces) // outer
+    return torch.cat([pieces[run * inner + each] for each in range(inner) for run in range(outer)])
 
 
 @dataclass(eq=False)
@@ -116,18 +155,20 @@ class Transfer:
         received: where they arrive.
         work: what to wait for.
         kept: what is being sent, which must live until then.
+        onward: sends what arrived further.
     """
 
     received: Tensor
     work: Any = None
     kept: Tensor | None = None
+    onward: Callable[[Tensor], Transfer] | None = None
 
     def finish(self) -> Tensor:
         """The rows that arrived, ordered by the rank they came from."""
         if self.work is not None:
             self.work.wait()
             self.work = self.kept = None
-        return self.received
+        return self.received if self.onward is None else self.onward(self.received).finish()
 
 
 @dataclass(eq=False)
@@ -168,7 +209,7 @@ class _Receive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None]:
         (sent,) = ctx.saved_tensors  # recomputation, if any, has its all-to-alls now, before this one
-        ctx.exchange.under_way.append(ctx.exchange.route.for_gradients().start(gradient))
+        ctx.exchange.under_way.append(ctx.exchange.route.back(backward=True).start(gradient))
         return torch.zeros_like(sent), None
 
 
@@ -194,3 +235,26 @@ def receive(sent: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
         The rows that arrived, ordered by the rank they came from, and the tie of this exchange.
     """
     return _Receive.apply(sent, exchange)
+
+
+def host_groups(group: dist.ProcessGroup, hosts: Sequence[Host]) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+    """Groups for exchanges in two steps, for :attr:`ExpertAxis.hosts`. Collective over the group.
+
+    Args:
+        group: the expert ranks.
+        hosts: the host of each, in their order (:func:`lnn_lightning.parallel.hosts.hosts_of`).
+
+    Returns:
+        This host's ranks, and the ranks at this one's place on the other hosts; None if one step is right: all are on
+        one host, each has its own, or the ranks do not lie host by host, equally many on each.
+    """
+    each = hosts.count(hosts[0])
+    runs = [hosts[start : start + each] for start in range(0, len(hosts), each)]
+    distinct = len({run[0] for run in runs}) == len(runs)
+    if each in (1, len(hosts)) or not distinct or any(run.count(run[0]) != each for run in runs):
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    host, place = divmod(dist.get_rank(group), each)
+    members = ranks[host * each : (host + 1) * each], ranks[place::each]
+    inner, outer = (dist.new_group(each, use_local_synchronization=True) for each in members)
+    return inner, outer

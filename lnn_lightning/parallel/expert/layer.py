@@ -47,6 +47,9 @@ class MoELayer(nn.Module):
         axis: the ranks that share out the experts; the experts of others are stand-ins.
     """
 
+    is_one_unit = True
+    """Nothing within is a unit of its own: the list of experts is no trunk."""
+
     def __init__(
         self,
         router: Router,
@@ -106,6 +109,11 @@ class MoELayer(nn.Module):
     def extra_repr(self) -> str:
         """The weights of the losses, for the printed module."""
         return f"aux_loss={self.aux_loss}, z_loss={self.z_loss}"
+
+
+def moe_layers(root: nn.Module) -> dict[str, MoELayer]:
+    """The layers of experts in a module, by name and in registration order."""
+    return {name: module for name, module in root.named_modules() if isinstance(module, MoELayer)}
 
 
 def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:

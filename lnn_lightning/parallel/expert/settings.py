@@ -115,7 +115,7 @@ def check_capacity(name: str, factor: float | None) -> None:
         return
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
         raise LayoutError(
-            f"`{name}` must be a positive number (1.25: an expert takes 1.25 times its even share of the tokens) or None "
+            f"`{name}` must be a positive number (1.25: an expert takes 1.25 times its even share of tokens) or None "
             f"(nothing is dropped), got {factor!r}."
         )
 

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from lnn_lightning.parallel.errors import LayoutError
-from lnn_lightning.parallel.expert.gates import make_router
-from lnn_lightning.parallel.expert.layer import MoELayer
+from lnn_lightning.parallel.expert.find import Seam, find_seams
+from lnn_lightning.parallel.expert.layer import MoELayer, moe_layers
+from lnn_lightning.parallel.expert.router import make_gate
 from lnn_lightning.parallel.expert.settings import Upcycle
+from lnn_lightning.parallel.step.leftovers import attributes_preserved
 from lnn_lightning.parallel.step.randomness import preserved_rng, reseed, seed_of
-from lnn_lightning.parallel.tensor.layers import is_conv1d
+from lnn_lightning.parallel.tensor.trial import on_meta
 
 _EXAMPLES = 6
 
@@ -40,7 +42,7 @@ def upcycle(root: nn.Module, settings: Upcycle, seed: int = 0) -> list[str]:
     Raises:
         LayoutError: nothing matches, or something that cannot become experts.
     """
-    layers = {name: module for name, module in root.named_modules() if isinstance(module, MoELayer)}
+    layers = moe_layers(root)
     if done := [name for name, layer in layers.items() if layer.upcycled == settings]:
         return done
     matches = _matches(root, settings.blocks)
@@ -50,10 +52,12 @@ def upcycle(root: nn.Module, settings: Upcycle, seed: int = 0) -> list[str]:
             f"`upcycle.every={settings.every}` takes none of the {len(matches)} modules that `upcycle.blocks="
             f"{settings.blocks!r}` matches ({', '.join(matches)}). Set `every` to at most {len(matches)}."
         )
-    for name in chosen:
-        _check(root, name, settings, chosen, layers)
-    for name in chosen:
-        _replace(root, name, _layer_of(root.get_submodule(name), settings, seed_of(seed, *name.encode())))
+    seams = find_seams(root)
+    widths = {name: _check(root, name, settings, chosen, layers, seams) for name in chosen}
+    for name, width in widths.items():
+        layer = _layer_of(root.get_submodule(name), width, settings, seed_of(seed, *name.encode()))
+        parent, _, attribute = name.rpartition(".")
+        root.get_submodule(parent)._modules[attribute] = layer
     return chosen
 
 
@@ -87,28 +91,49 @@ def _numberless(name: str) -> str:
 
 
 def _check(
-    root: nn.Module, name: str, settings: Upcycle, chosen: Sequence[str], layers: Mapping[str, MoELayer]
-) -> None:
-    """Whether a module can become experts."""
+    root: nn.Module,
+    name: str,
+    settings: Upcycle,
+    chosen: Sequence[str],
+    layers: Mapping[str, MoELayer],
+    seams: Sequence[Seam],
+) -> int:
+    """The size of the tokens that a module takes, if it can become experts."""
     module = root.get_submodule(name)
     what = f"`upcycle.blocks={settings.blocks!r}` matches {name!r} ({type(module).__name__}), which"
     if name in layers or any(inner.startswith(name + ".") for inner in layers):
         raise LayoutError(f"{what} is upcycled already, with other settings ({_settings_in(layers, name)}).")
     if inner := [other for other in chosen if other.startswith(name + ".")]:
         raise LayoutError(f"{what} contains another match, {inner[0]!r}. Use a glob that matches one of them.")
+    if seam := next((seam for seam in seams if _overlap(name, seam)), None):
+        raise LayoutError(
+            f"{what} is or belongs to a block of {seam.experts} experts already ({seam.name!r}). Only dense modules "
+            "can be upcycled; `size` alone shares out the experts that there are."
+        )
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise LayoutError(f"{what} is a container that is never called itself. Match what is called.")
-    parameters = list(module.parameters())
-    if not parameters:
+    own = {id(parameter) for parameter in module.parameters()}
+    if not own:
         raise LayoutError(f"{what} has no parameters: its copies would all be the same. Match the module around it.")
     if _places(root, module) > 1:
-        raise LayoutError(f"{what} stands in several places of the model: what they share cannot become experts.")
-    own = {id(parameter) for parameter in parameters}
-    outside = _parameters_outside(root, module)
-    if tied := [other for other, key in outside.items() if key in own]:
-        raise LayoutError(f"{what} shares a parameter with {tied[0]!r}: what is tied cannot become experts.")
-    if seams := _experts_in(module):
-        raise LayoutError(f"{what} is a block of experts itself ({seams[0]}). Only dense modules can be upcycled.")
+        raise LayoutError(f"{what} stands in several places of the model. What is shared cannot become experts.")
+    if tied := [other for other, key in _parameters_outside(root, module).items() if key in own]:
+        raise LayoutError(f"{what} shares a parameter with {tied[0]!r}. What is tied cannot become experts.")
+    width = token_size(module)
+    if width is None:
+        raise LayoutError(
+            f"{what} is no feed-forward module: it gives no tensor like the one that it is given, for tokens of any "
+            "size that its parameters suggest, or wants more arguments. Match the feed-forward inside of a block."
+        )
+    return width
+
+
+def _overlap(name: str, seam: Seam) -> bool:
+    """Whether a module is a block of experts, holds one or is in one."""
+    places = {seam.name, seam.container, *seam.members}
+    return any(f"{place}.".startswith(f"{name}.") for place in places) or any(
+        f"{name}.".startswith(f"{place}.") for place in {seam.container, *seam.members}
+    )
 
 
 def _settings_in(layers: Mapping[str, MoELayer], name: str) -> Upcycle | None:
@@ -131,20 +156,29 @@ def _parameters_outside(root: nn.Module, module: nn.Module) -> dict[str, int]:
     }
 
 
-def _layer_of(module: nn.Module, settings: Upcycle, seed: int) -> MoELayer:
-    first = next(module.parameters())
-    cpu = torch.device("cpu")
-    features = _features(module)
+def token_size(module: nn.Module) -> int | None:
+    """The size of tokens of which a module makes as many of the same size, found by trying it without data."""
+    sizes = dict.fromkeys(size for parameter in module.parameters() for size in reversed(parameter.shape))
+    dtype = next(parameter.dtype for parameter in module.parameters())
+    with torch.no_grad(), attributes_preserved(module), on_meta(module):
+        for size in sizes:
+            for shape in ((2, size), (1, 2, size), (1, 1, 2, size)):
+                try:
+                    made = module.forward(torch.empty(shape, dtype=dtype, device="meta"))
+                except Exception:  # noqa: BLE001 - it takes tokens of another size, or something else
+                    continue
+                if isinstance(made, torch.Tensor) and made.shape == shape:
+                    return size
+    return None
+
+
+def _layer_of(module: nn.Module, width: int, settings: Upcycle, seed: int) -> MoELayer:
+    first, cpu = next(module.parameters()), torch.device("cpu")
     with preserved_rng(cpu):
         reseed(seed, cpu)
-        router = make_gate(settings, features, "meta" if first.is_meta else cpu, first.dtype).to(first.device)
+        router = make_gate(settings, width, "meta" if first.is_meta else cpu, first.dtype).to(first.device)
     router.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
     experts = [module, *(copy.deepcopy(module) for _ in range(settings.experts - 1))]
     layer = MoELayer(router, experts, settings.aux_loss, settings.z_loss, settings)
-    layer.training = router.training = layer.experts.training = module.training
+    layer.training = layer.experts.training = router.training = module.training
     return layer
-
-
-def _replace(root: nn.Module, name: str, layer: MoELayer) -> None:
-    parent, _, attribute = name.rpartition(".")
-    root.get_submodule(parent)._modules[attribute] = layer

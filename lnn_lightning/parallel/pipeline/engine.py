@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lnn_lightning.parallel.data.choice import shard_units
-from lnn_lightning.parallel.data.replicate import Replica, refuse_renormalised
+from lnn_lightning.parallel.data.counts import common_size
+from lnn_lightning.parallel.data.replicas import Replicas
 from lnn_lightning.parallel.data.settings import ZeroSettings
 from lnn_lightning.parallel.data.sharding import Sharding
-from lnn_lightning.parallel.data.shards import is_sharded
-from lnn_lightning.parallel.errors import StepError
-from lnn_lightning.parallel.exchange import agree
-from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Mesh
-from lnn_lightning.parallel.pipeline.division import divide, plan_tensor
+from lnn_lightning.parallel.expert.settings import ExpertParallel
+from lnn_lightning.parallel.layout import DATA, PIPELINE, Mesh
 from lnn_lightning.parallel.pipeline.forward import forward_only
-from lnn_lightning.parallel.pipeline.ownership import Ownership, find_ownership
-from lnn_lightning.parallel.pipeline.partition import partition
+from lnn_lightning.parallel.pipeline.ownership import Ownership
 from lnn_lightning.parallel.pipeline.plans import PlanBook
 from lnn_lightning.parallel.pipeline.probe import LossForm, find_loss_form
 from lnn_lightning.parallel.pipeline.residence import Residence
 from lnn_lightning.parallel.pipeline.schedules import Placement
+from lnn_lightning.parallel.pipeline.setup import set_up, shard_engine
 from lnn_lightning.parallel.pipeline.stage import WatchedStage
 from lnn_lightning.parallel.pipeline.train_step import EVALUATION, TRAINING, Step, StepResult, TrainStep
 from lnn_lightning.parallel.step.batch import batch_size_of, own_copy, split_batch
@@ -54,6 +50,7 @@ class PipelineSettings:
         sequence_parallel: values between blocks stay divided along their tokens over the tensor ranks.
         tensor_parallel_plan: glob of layer names -> role, where the planner is not to decide.
         reduce_dtype: in which ranks add up gradients; None: their own, but fp32 for half precision.
+        expert: how experts are spread over ranks; None: they are not.
     """
 
     placement: Placement
@@ -63,6 +60,7 @@ class PipelineSettings:
     sequence_parallel: bool = False
     tensor_parallel_plan: Mapping[str, str] | None = None
     reduce_dtype: torch.dtype | None = None
+    expert: ExpertParallel | None = None
 
 
 class PipelineEngine:
@@ -87,7 +85,7 @@ class PipelineEngine:
         self.steps_done = [0, 0]
         self.residence: Residence
         self.loss_form: LossForm | None = None
-        self._deferred = defer_meta_tensors(root)
+        self.deferred = defer_meta_tensors(root)
         self.unset: set[str] | None = None
         """Set to an empty set if values follow: gets the names of what was on the meta device and has none yet."""
         units = find_units(root, self.placement.num_stages, settings.split_points)
@@ -95,15 +93,21 @@ class PipelineEngine:
         modules = {name: root.get_submodule(name) for name in self.book.groups}
         self.runner = StepRunner(modules)
         self._schedules: dict[int, tuple[Any, list[WatchedStage]]] = {}
-        self._replica: Replica | None = None
+        self._replicas = Replicas(mesh, settings.reduce_dtype)
         self.sharding: Sharding | None = None
-        self._trace: Trace
+        self.first_trace: Trace
         self._current: TrainStep | None = None
 
     @property
     def is_last(self) -> bool:
         """Whether this rank runs the last stage."""
         return self.rank == self.last_rank
+
+    @property
+    def scale(self) -> float:
+        """Factor on the loss within the training step in progress."""
+        assert self._current is not None
+        return self._current.scale
 
     @property
     def extensions(self) -> list[StepExtension]:
@@ -123,52 +127,7 @@ class PipelineEngine:
         Raises:
             StepError: the step cannot be followed or cut (on all ranks).
         """
-        device = torch.device("cpu")
-        error: BaseException | None = None
-        try:
-            if training and self.mesh.size(DATA) > 1:
-                refuse_renormalised(self.root)
-            microbatch = self.split(batch, training)[0]
-            with torch.set_grad_enabled(training), nullcontext() if training else evaluating(self.root):
-                trace = self.book.trace(step, microbatch)
-            sizes = {name: parameter.numel() for name, parameter in self.root.named_parameters()}
-            stage_of = partition(trace, sizes, self.placement.num_stages, self.settings.split_points)
-            decision = [(trace.names, stage_of)]
-        except Exception as caught:  # noqa: BLE001 - told to all ranks below
-            error = caught
-        world = dist.group.WORLD
-        comm_device = self._communication_device()
-        agree(error, world, comm_device)
-        dist.broadcast_object_list(decision, src=0, device=comm_device)
-        names, stage_of = decision[0]
-        try:
-            if names != trace.names:
-                raise StepError(
-                    f"The step calls {list(trace.names)} on rank {dist.get_rank()} and {list(names)} on rank 0: all "
-                    f"ranks must run the same model and the same step."
-                )
-            ownership = find_ownership(self.root, self.book.units, trace, stage_of, self.placement.num_stages)
-            given = self.settings.sequence_parallel, self.settings.tensor_parallel_plan
-            plan_layers = partial(plan_tensor, self.root, trace, self.book.units, self.mesh.size(TENSOR), *given)
-            tensor = plan_layers()
-        except Exception as caught:  # noqa: BLE001
-            error = caught
-        agree(error, world, comm_device)
-        self.book.decide(kind, names, stage_of, ownership)
-        self.residence = Residence(self.root, ownership, self.placement, self.mesh, self.book)
-        try:
-            self.residence.settle(self.seed if self._deferred else None, self.unset)
-        except Exception as caught:  # noqa: BLE001
-            error = caught
-        agree(error, world, comm_device)
-        self.residence.make_equal()
-        if tensor is not None:
-            with torch.set_grad_enabled(training), nullcontext() if training else evaluating(self.root):
-                divided = divide(self.root, tensor, trace, self.mesh, comm_device, plan_layers)
-            self.residence.tensor = self.book.tensor = divided
-        self._trace = trace
-        with torch.set_grad_enabled(training):
-            return self.book.cut_plan(trace, stage_of, device)
+        return set_up(self, kind, step, batch, training)
 
     def find_loss_form(self, step: Step, batch: Any) -> None:
         """Finds out how the loss adds up over samples; once before training. Collective over all ranks."""
@@ -178,41 +137,29 @@ class PipelineEngine:
             form = find_loss_form(self.book, self.runner, self.observer, step, batch)
         decision = [form]
         source = self.mesh.layout.rank_of(self.last_rank, 0, 0)
-        dist.broadcast_object_list(decision, src=source, device=self._communication_device())
+        dist.broadcast_object_list(decision, src=source, device=self.communication_device())
         self.loss_form = decision[0]
 
     def shard(self, settings: ZeroSettings) -> None:
         """ZeRO 2 and 3: shards this rank's units over the data ranks; call when parameters are on their device."""
         if self.sharding is not None:
             self.sharding.link()
-            return
-        if not settings.shards_parameters or self.mesh.layout.shard_size == 1:
-            return
-        self.sharding = self.residence.sharding = shard_units(
-            *(self.root, self.book.units.names, self.stages, self.ownership, self._trace, self.mesh.sharding, settings),
-            self.settings.reduce_dtype,
-        )
-        self.book.whole_shapes = self.sharding.whole_shapes
+        elif settings.shards_parameters and self.mesh.layout.shard_size > 1:
+            self.sharding = shard_engine(self, settings)
 
     def setup_training(self) -> None:
         """Makes what training needs besides the module; call when parameters are on their device."""
-        if self.mesh.size(DATA) == 1:
-            return
-        trainable = [p for p in self.residence.parameters() if p.requires_grad and not is_sharded(p)]
-        if self._replica is None or [*map(id, self._replica.parameters)] != [*map(id, trainable)]:
-            overlap = self.placement.num_stages == 1 and self.sharding is None
-            given = overlap, self.settings.reduce_dtype
-            self._replica = Replica(trainable, self.mesh.group(DATA), *given) if trainable else None
+        self._replicas.adopt(self.residence, overlap=self.placement.num_stages == 1 and self.sharding is None)
 
     def split(self, batch: Any, training: bool) -> list[Any]:
-        """The micro-batches of a local batch."""
-        if training:
-            count = self.placement.microbatches(batch_size_of(batch), self.settings.microbatches)
-        elif self.settings.evaluation_microbatches == 1:
-            count = 1
-        else:
-            count = self.placement.microbatches(batch_size_of(batch), self.settings.evaluation_microbatches)
-        return split_batch(batch, count)
+        """The micro-batches of a local batch. Collective over the data ranks where experts are spread over them."""
+        wanted = self.settings.microbatches if training else self.settings.evaluation_microbatches
+        if not training and wanted == 1:
+            return split_batch(batch, 1)
+        size = batch_size_of(batch)
+        if self.mesh.experts is not None and wanted != 1:  # all ranks must send tokens as often as the others
+            size = common_size(size, self.mesh.group(DATA), self.communication_device())
+        return split_batch(batch, self.placement.microbatches(size, wanted))
 
     # ---------------------------------------------------------------- training
 
@@ -236,8 +183,7 @@ class PipelineEngine:
         self._current = current
         if sync:
             self.setup_training()
-            if self._replica is not None:
-                self._replica.begin()
+            self._replicas.begin()
         self._armable = sync and self.placement.num_stages == 1 and self.sharding is None
         schedule, stages = self._schedule(current.plans, device)
         if self.sharding is not None:
@@ -267,8 +213,7 @@ class PipelineEngine:
                 extension.finish()
         if sync:
             doing("summing gradients over ranks")
-            if self._replica is not None:
-                self._replica.finish()
+            self._replicas.finish()
             self.residence.settle_gradients(self.settings.reduce_dtype)
             self.residence.sum_shared_gradients(self.settings.reduce_dtype)
         self.steps_done[TRAINING] += 1
@@ -310,8 +255,8 @@ class PipelineEngine:
             self.sharding.before_backward(stage, last, self._sync)
 
     def _before_last_backward(self, outputs: Any) -> None:
-        if self._armable and self._replica is not None:
-            self._replica.arm(outputs)
+        if self._armable:
+            self._replicas.arm(outputs)
 
     def _run_stage(self, stage: int, received: Sequence[Tensor], index: int) -> Any:
         assert self._current is not None
@@ -381,19 +326,8 @@ class PipelineEngine:
         """Steps may be run inside of :meth:`absent_step`."""
         return self.runner.suspended()
 
-    def _communication_device(self) -> torch.device:
+    def communication_device(self) -> torch.device:
+        """Where ranks talk to each other."""
         if dist.get_backend() == "gloo":
             return torch.device("cpu")
         return torch.device(self.mesh.device_mesh.device_type, torch.accelerator.current_device_index())
-
-
-@contextmanager
-def evaluating(root: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; each sub-module's own mode again behind it."""
-    modes = [(module, module.training) for module in root.modules()]
-    root.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

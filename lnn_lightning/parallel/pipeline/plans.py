@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.expert.install import ExpertSharding
 from lnn_lightning.parallel.pipeline.ownership import Ownership
 from lnn_lightning.parallel.pipeline.partition import live_values
 from lnn_lightning.parallel.step.batch import own_copy, signature_of
@@ -47,6 +48,7 @@ class PlanBook:
         self._observer = observer
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.tensor: TensorSharding | None = None
+        self.expert: ExpertSharding | None = None
         self._rules: dict[str, ShapeRule] = {}
         self._plans: dict[Any, Plan] = {}
         self._ownership: Ownership | None = None
@@ -83,7 +85,10 @@ class PlanBook:
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Parameters have the shapes of the user's module inside."""
-        with self.whole_shapes(), self.tensor.whole_shapes() if self.tensor is not None else nullcontext():
+        divided = [each.whole_shapes for each in (self.tensor, self.expert) if each is not None]
+        with ExitStack() as stack:
+            for whole_shapes in [self.whole_shapes, *divided]:
+                stack.enter_context(whole_shapes())
             yield
 
     def _check_end(self, trace: Trace) -> None:

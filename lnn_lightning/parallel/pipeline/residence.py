@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from lnn_lightning.checkpoint.pieces import Pieces
 from lnn_lightning.parallel.data.sharding import Sharding
 from lnn_lightning.parallel.data.shards import local_of, whole_of
+from lnn_lightning.parallel.data.unused import Unused
 from lnn_lightning.parallel.errors import StepError
-from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Mesh
+from lnn_lightning.parallel.expert.install import ExpertSharding
+from lnn_lightning.parallel.layout import DATA, EXPERT_DATA, PIPELINE, TENSOR, Mesh
 from lnn_lightning.parallel.pipeline.ownership import Ownership
 from lnn_lightning.parallel.pipeline.plans import PlanBook
 from lnn_lightning.parallel.pipeline.schedules import Placement
@@ -40,6 +42,9 @@ class Residence:
         self.root, self.ownership, self.placement, self.mesh, self._book = root, ownership, placement, mesh, book
         self._rank = mesh.rank(PIPELINE)
         self.tensor: TensorSharding | None = None
+        self.expert: ExpertSharding | None = None
+        self.dealt = False
+        """Whether the optimizers of data ranks hold different parameters, or pieces of them."""
         self._guards: list[Any] = []
         self.sharding: Sharding | None = None
         self._copied: dict[int, Tensor] = {}
@@ -54,7 +59,17 @@ class Residence:
 
     def lives_here(self, name: str) -> bool:
         """Whether this rank holds a parameter or buffer."""
-        return self._rank in self.ranks_of(name)
+        return self._rank in self.ranks_of(name) and (self.expert is None or self.expert.lives_here(name))
+
+    def is_expert(self, name: str) -> bool:
+        """Whether a parameter or buffer belongs to experts that are spread over ranks."""
+        return self.expert is not None and name in self.expert.names
+
+    def group_of(self, name: str) -> dist.ProcessGroup:
+        """Ranks of this stage that hold the same (part of a) parameter or buffer and see other data."""
+        if self.is_expert(name) and self.mesh.experts is not None:
+            return self.mesh.experts.get_group(EXPERT_DATA)
+        return self.mesh.group(DATA)
 
     def settle(self, seed: int | None, unset: set[str] | None = None) -> None:
         """Drops what lives elsewhere and makes deferred tensors real (given a seed; see :func:`materialize`)."""
@@ -115,21 +130,42 @@ class Residence:
     def counts_here(self, parameter: nn.Parameter) -> bool:
         """Whether this rank is the one that counts a parameter, where several hold it."""
         if not hasattr(self, "_counted"):
-            self._counted = {
-                key
-                for key, name in self.names_by_id().items()
-                if self.ranks_of(name)[0] == self._rank and (self.mesh.rank(TENSOR) == 0 or self.is_divided(name))
-            }
+            self._counted = {key for key, name in self.names_by_id().items() if self._counts(name)}
         return id(parameter) in self._counted
 
+    def _counts(self, name: str) -> bool:
+        if self.ranks_of(name)[0] != self._rank:
+            return False
+        mesh = self.mesh
+        if self.is_expert(name) and mesh.experts is not None:
+            data, _, tensor = mesh.experts.get_coordinate() or (0, 0, 0)
+            return (data == 0 or self.dealt) and (tensor == 0 or self._is_divided_over_tensor(name))
+        if mesh.rank(TENSOR) > 0 and not self.is_divided(name):
+            return False
+        # with experts on them the data ranks are asked too, of whom each has the rest, or a share if that is dealt out
+        return mesh.experts is None or (mesh.replica_rank if self.dealt else mesh.rank(DATA)) == 0
+
+    def _is_divided_over_tensor(self, name: str) -> bool:
+        """Whether tensor ranks, if they divide experts, have parts of this expert parameter."""
+        assert self.expert is not None
+        return self.expert.is_divided_over_tensor(name)
+
     def is_divided(self, name: str) -> bool:
-        """Whether each tensor rank holds a part of its own of a parameter."""
-        return self.tensor is not None and name in self.tensor.plan.specs
+        """Whether each tensor or expert rank holds a part of its own of a parameter."""
+        return self._divider(name) is not None
+
+    def _divider(self, name: str | None) -> TensorSharding | ExpertSharding | None:
+        """What has cut a parameter."""
+        return next((each for each in (self.tensor, self.expert) if each and name and each.is_divided(name)), None)
 
     def settle_gradients(self, reduce_dtype: torch.dtype | None = None) -> None:
         """Makes the gradients of parameters that all tensor ranks hold equal on them."""
         if self.tensor is not None:
-            self.tensor.settle_gradients(local_of, reduce_dtype)
+            self.tensor.settle_gradients(local_of, reduce_dtype, self._experts)
+
+    @property
+    def _experts(self) -> frozenset[str]:
+        return self.expert.names if self.expert is not None else frozenset()
 
     def check_replicas(self) -> None:
         """Compares what all tensor ranks hold, bit by bit. Collective over them.
@@ -137,7 +173,7 @@ class Residence:
         Raises:
             StepError: a parameter has drifted apart.
         """
-        if self.tensor is not None and (names := self.tensor.drifted(local_of)):
+        if self.tensor is not None and (names := self.tensor.drifted(local_of, self._experts)):
             raise StepError(
                 f"{len(names)} parameter(s) that all tensor ranks hold are no longer equal on them, the first "
                 f"{names[0]!r} (seen on rank {dist.get_rank()}). Something changes them on one rank alone: clipping "
@@ -165,15 +201,21 @@ class Residence:
 
     def sum_shared_gradients(self, reduce_dtype: torch.dtype | None = None) -> None:
         """Adds up the gradients of parameters that several ranks of the pipeline use."""
+        shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name, parameter in self.root.named_parameters():
             ranks = self.ranks_of(name)
-            if len(ranks) == 1 or self._rank not in ranks or not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            summed = parameter.grad.to(reduction_dtype(parameter.dtype, reduce_dtype))
-            dist.all_reduce(summed, group=self.mesh.pipeline_subgroup(ranks))
-            parameter.grad.copy_(summed)
+            if len(ranks) > 1 and self.lives_here(name) and parameter.requires_grad:
+                shared.setdefault(ranks, []).append(parameter)
+        for ranks, parameters in shared.items():
+            group = self.mesh.pipeline_subgroup(ranks)
+            unused = Unused(parameters, group)
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                summed = parameter.grad.to(reduction_dtype(parameter.dtype, reduce_dtype))
+                dist.all_reduce(summed, group=group)
+                parameter.grad.copy_(summed)
+            unused.drop()
 
     def synchronize_buffers(self) -> None:
         """Gives all data ranks the buffers of the first, as DistributedDataParallel does before each forward."""
@@ -181,7 +223,7 @@ class Residence:
             return
         for name, buffer in self.root.named_buffers():
             if self.lives_here(name) and buffer.is_floating_point():
-                dist.broadcast(buffer, group=self.mesh.group(DATA), group_src=0)
+                dist.broadcast(buffer, group=self.group_of(name), group_src=0)
 
     def name_of_key(self) -> dict[str, str]:
         """Key of the module's state dict -> first name of the tensor it stands for."""
@@ -205,20 +247,23 @@ class Residence:
         owner, _, attribute = (name or "").rpartition(".")
         if name is None or attribute not in self.root.get_submodule(owner)._buffers:
             return True
-        return self.mesh.rank(DATA) == 0 and self.ranks_of(name)[-1] == self._rank
+        return dist.get_rank(self.group_of(name)) == 0 and self.ranks_of(name)[-1] == self._rank
 
     def whole(self, name: str | None, value: Tensor) -> Tensor:
         """The whole of a parameter, or of optimizer state of its shape. Collective over the ranks that divide it."""
+        if name is not None and self.expert is not None and name in self.expert.names:
+            return self.expert.whole(name, value)
         return value if self.tensor is None or name is None else self.tensor.whole(name, value)
 
     def local(self, name: str | None, value: Tensor, reduced: Sequence[int] = ()) -> Tensor:
         """This rank's part of a whole parameter, or of an optimizer's state of its shape but for reduced dimensions."""
-        return value if self.tensor is None or name is None else self.tensor.local(name, value, reduced)
+        divider = self._divider(name)
+        return value if divider is None or name is None else divider.local(name, value, reduced)
 
     def whole_shape(self, name: str | None, value: Tensor) -> tuple[int, ...]:
         """Shape of the whole of a tensor of the module."""
-        divided = name is not None and self.tensor is not None and name in self.tensor.plan.specs
-        return self.tensor.plan.shapes[name] if divided else tuple(value.shape)  # type: ignore[union-attr, index]
+        divider = self._divider(name)
+        return tuple(value.shape) if divider is None or name is None else tuple(divider.whole_shape(name))
 
     def pieces(self, name: str | None, value: Tensor, reduced: Sequence[int] = ()) -> Pieces:
         """The slices that this rank holds of a tensor of the module, or of optimizer state of its shape.
@@ -228,13 +273,11 @@ class Residence:
             value: as the module has it; the slices share its memory.
             reduced: dimensions of the parameter along which the state is a statistic, of one element.
         """
-        held = tuple(value.shape)
-        if self.tensor is None or name is None or not self.is_divided(name):
-            return slices_of(value, held, None)
-        dim, runs = self.tensor.spans(name)
-        if dim in reduced or held != reduced_shape(self.tensor.local_shape(name), reduced):
-            return slices_of(value, held, None)
-        return slices_of(value, reduced_shape(self.whole_shape(name, value), reduced), (dim, runs))
+        held, divider = tuple(value.shape), self._divider(name)
+        if divider is None or name is None or held != reduced_shape(divider.local_shape(name), reduced):
+            return slices_of(value, held)
+        spans = [(dim, runs) for dim, runs in divider.spans(name) if dim not in reduced]
+        return slices_of(value, reduced_shape(self.whole_shape(name, value), reduced), spans)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole state dict on every rank, on the CPU. Collective over the pipeline's ranks."""
@@ -252,7 +295,8 @@ class Residence:
             ranks = self.ranks_of(name) if name is not None else (0,)
             source = ranks[-1] if name is not None and name not in parameters else ranks[0]
             if source == self._rank:
-                whole = self.whole(name, whole_of(value, device)).contiguous()
+                held = value if is_stand_in(value) else whole_of(value, device)
+                whole = self.whole(name, held).to(device).contiguous()
             else:
                 whole = torch.empty(self.whole_shape(name, value), dtype=value.dtype, device=device)
             dist.broadcast(whole, group=group, group_src=source)

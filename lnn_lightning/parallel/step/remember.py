@@ -46,7 +46,7 @@ def remembered(make: Callable[[], Tensor]) -> Tensor:
 
 def in_second_run() -> bool:
     """Whether what runs here has run before and runs again in backward: it is not to be counted twice."""
-    return _here.source is not None
+    return _here.source is not None or torch._C._current_graph_task_id() != -1  # whoever runs it again
 
 
 class _Decision(NamedTuple):

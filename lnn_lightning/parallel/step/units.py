@@ -117,6 +117,8 @@ def _trunks_in(module: nn.Module, name: str) -> list[str]:
 
 def _find_trunks(module: nn.Module, prefix: str, is_trunk: Callable[[nn.Module], bool]) -> list[str]:
     found: list[str] = []
+    if getattr(module, "is_one_unit", False):
+        return found
     for child_name, child in module.named_children():
         name = f"{prefix}.{child_name}" if prefix else child_name
         if not is_trunk(child):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -56,7 +56,7 @@ class TensorSharding:
         for name, parameter in self.root.named_parameters():
             if (spec := self.plan.specs.get(name)) is not None and not is_stand_in(parameter):
                 parameter.data = self.part(spec, parameter.data)
-                if _remembers_whole(parameter):
+                if remembers_whole(parameter):
                     replaced[id(parameter)] = nn.Parameter(parameter.data, parameter.requires_grad)
         for module in self.root.modules() if replaced else ():
             for key, each in module._parameters.items():
@@ -85,16 +85,29 @@ class TensorSharding:
             return whole
         return self.part(spec, whole)
 
-    def spans(self, name: str) -> tuple[int, list[tuple[int, int, int]]]:
+    def is_divided(self, name: str) -> bool:
+        """Whether each tensor rank holds a part of its own of a parameter."""
+        return name in self.plan.specs
+
+    def spans(self, name: str) -> list[tuple[int, list[tuple[int, int, int]]]]:
         """The divided dimension of a parameter and where this rank's part of it lies in the whole."""
         spec = self.plan.specs[name]
-        return spec.dim, spans_of_part(spec, self.outside.size, self.outside.rank)
+        return [(spec.dim, spans_of_part(spec, self.outside.size, self.outside.rank))]
+
+    def whole_shape(self, name: str) -> torch.Size:
+        """Shape of the whole of a divided parameter."""
+        return torch.Size(self.plan.shapes[name])
 
     def local_shape(self, name: str) -> torch.Size:
         """Shape of a rank's part of a divided parameter."""
         return torch.Size(self.plan.specs[name].part_shape(self.plan.shapes[name], self.outside.size))
 
-    def settle_gradients(self, local_of: Callable[[Tensor], Tensor], reduce_dtype: torch.dtype | None = None) -> None:
+    def settle_gradients(
+        self,
+        local_of: Callable[[Tensor], Tensor],
+        reduce_dtype: torch.dtype | None = None,
+        apart: Collection[str] = (),
+    ) -> None:
         """Makes the gradients of whole parameters equal on all tensor ranks, in one all-reduce a dtype.
 
         Partial ones (each rank used the parameter on its part of the values alone) are added up. Others are equal but
@@ -103,10 +116,11 @@ class TensorSharding:
         Args:
             local_of: what this data rank has of a tensor.
             reduce_dtype: in which the ranks' gradients are added up; None: see :func:`reduction_dtype`.
+            apart: names of parameters that tensor ranks do not have in common (experts).
         """
         by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, bool]]] = {}
         for name, parameter in self.root.named_parameters():
-            if name in self.plan.specs or is_stand_in(parameter) or not parameter.requires_grad:
+            if name in self.plan.specs or name in apart or is_stand_in(parameter) or not parameter.requires_grad:
                 continue
             if parameter.grad is None:  # unused, and so on all tensor ranks: they run the same code
                 continue
@@ -121,12 +135,12 @@ class TensorSharding:
             for gradient, settled in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
                 gradient.copy_(settled.view(gradient.shape))
 
-    def drifted(self, local_of: Callable[[Tensor], Tensor]) -> list[str]:
+    def drifted(self, local_of: Callable[[Tensor], Tensor], apart: Collection[str] = ()) -> list[str]:
         """Names of whole parameters on this rank that are not bit for bit the same on all tensor ranks. Collective."""
         whole = [
             (name, local_of(parameter.detach()))
             for name, parameter in self.root.named_parameters()
-            if name not in self.plan.specs and not is_stand_in(parameter)
+            if name not in self.plan.specs and name not in apart and not is_stand_in(parameter)
         ]
         if not whole:
             return []
@@ -189,7 +203,7 @@ class TensorSharding:
                     if tuple(parameter.shape) == shape:  # it lives elsewhere
                         continue
                     if name not in made:
-                        made[name] = _blank(parameter, shape)
+                        made[name] = blank_of(parameter, shape)
                     saved.append((module._parameters, key, parameter))
                     module._parameters[key] = made[name]  # type: ignore[assignment]
             with sharding_suspended():
@@ -204,7 +218,7 @@ def is_divided(module: nn.Module) -> bool:
     return any("lnn_unit" in vars(each) for each in module.modules())
 
 
-def _remembers_whole(parameter: nn.Parameter) -> bool:
+def remembers_whole(parameter: nn.Parameter) -> bool:
     """Whether a graph made before the cut is alive somewhere, so that gradients of the old shape are expected."""
     if not parameter.requires_grad:
         return False
@@ -220,7 +234,7 @@ def _checksum(value: Tensor) -> Tensor:
     return (bits * (torch.arange(bits.numel(), device=bits.device) * 2 + 1)).sum()  # wraps around
 
 
-def _blank(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+def blank_of(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     blank = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(shape)
     return torch.Tensor._make_subclass(StandInParameter, blank, parameter.requires_grad)
 

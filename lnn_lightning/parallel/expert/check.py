@@ -1,0 +1,182 @@
+"""The setup check: a block whose experts are shared out against itself with all of them, results and gradients.
+
+What does not give the same numbers on every rank is not shared out, and that is said.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lnn_lightning.parallel.expert.axis import ExpertAxis
+from lnn_lightning.parallel.expert.find import Seam, router_widths, token_widths
+from lnn_lightning.parallel.expert.seam import seam_of
+from lnn_lightning.parallel.expert.tries import made_up, made_up_choices, undisturbed
+from lnn_lightning.parallel.step.tree import tree_tensors
+
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}  # some blocks compute a part in fp32 whatever they are given
+_NARROW_TOLERANCE = 5e-2
+_TOKENS = 24
+
+Inputs = tuple[tuple[Tensor, ...], tuple[int, ...]]
+"""Arguments of a call, and the places of those that gradients are wanted of."""
+
+
+def check_seam(root: nn.Module, seam: Seam, axis: ExpertAxis, device: torch.device | None) -> str:
+    """What is wrong with a seam once its experts are shared out; empty if nothing is. Collective over the ranks.
+
+    Copies are tried, on made-up values that differ from rank to rank.
+    """
+    name = seam.name if seam.kind == "fused" or seam.name != seam.container else seam.name.rpartition(".")[0]
+    block = root.get_submodule(name)
+    inner = seam.name[len(name) :].lstrip(".")
+    device = device or next(block.parameters()).device
+    with undisturbed(block), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected: _Result | None = None
+        inputs: tuple[Tensor, ...] = ()
+        problem = ""
+        try:
+            whole = copy.deepcopy(block).to(device)
+            inputs, expected = _first_that_runs(whole, seam, inner, axis)
+        except Exception as error:  # noqa: BLE001 - told to the user
+            problem = f"it cannot be run on made-up values to check it ({type(error).__name__}: {error})"
+        if problem := _agreed(problem, axis, device):
+            return problem
+        assert expected is not None
+        del whole
+        divided = copy.deepcopy(block).to(device)
+        state = seam_of(divided.get_submodule(inner))
+        state.axis, state.guard = axis, []
+        own = _cut(divided, seam, inner, axis)
+        found = None
+        try:
+            found = _run(divided, inputs)
+        except Exception as error:  # noqa: BLE001 - told to the user
+            problem = f"shared out, it fails ({type(error).__name__}: {error})"
+        if problem := _agreed(problem or next(iter(state.guard), ""), axis, device):
+            return problem
+        assert found is not None
+        return _agreed(_differences(expected, found, own, axis), axis, device)
+
+
+@dataclass
+class _Result:
+    outputs: list[Tensor]
+    inputs: list[Tensor | None]
+    parameters: dict[str, Tensor | None]
+    shapes: dict[str, Tensor]
+
+
+def _seed(axis: ExpertAxis, device: torch.device) -> int:
+    """Differs between ranks with tokens of their own."""
+    if axis.tensor is None:
+        return axis.rank
+    return int(min(each.item() for each in axis.tensor.all_gather(torch.tensor([axis.rank], device=device))))
+
+
+def _first_that_runs(block: nn.Module, seam: Seam, inner: str, axis: ExpertAxis) -> tuple[tuple[Tensor, ...], _Result]:
+    like = next(block.parameters())
+    seed = _seed(axis, like.device)
+    tokens, module = _TOKENS + 2 * seed, block.get_submodule(inner)
+    tries: list[Callable[[], tuple[Tensor, ...]]] = []
+    if seam.kind == "fused":
+        choices = min(2, seam.experts)
+        for width in token_widths(module):
+            tries.append(
+                lambda width=width: (  # type: ignore[misc]
+                    made_up((tokens, width), like, seed),
+                    made_up_choices(tokens, choices, seam.experts, like.device, seed),
+                    made_up((tokens, choices), like, seed + 1, positive=True),
+                )
+            )
+    else:
+        container = block if seam.container == seam.name and not inner else block.get_submodule(_inside(seam, inner))
+        for width in router_widths(block, container, seam.experts):
+            tries.append(lambda width=width: (made_up((2, tokens // 2, width), like, seed),))  # type: ignore[misc]
+            tries.append(lambda width=width: (made_up((tokens, width), like, seed),))  # type: ignore[misc]
+    problem: Exception | None = None
+    for make in tries:
+        try:
+            inputs = make()
+            return inputs, _run(block, inputs)
+        except Exception as error:  # noqa: BLE001 - another width may fit
+            problem = problem or error
+    raise problem or ValueError("nothing tells how wide its tokens are")
+
+
+def _inside(seam: Seam, inner: str) -> str:
+    return inner if seam.container == seam.name else seam.container[len(seam.name) :].lstrip(".")
+
+
+def _run(block: nn.Module, inputs: tuple[Tensor, ...]) -> _Result:
+    leaves = [each.clone().requires_grad_(each.is_floating_point()) for each in inputs]
+    block.zero_grad(set_to_none=True)
+    with torch.inference_mode(False), torch.enable_grad():
+        out = block.forward(*[each.clone() if each.requires_grad else each for each in leaves])
+        outputs = [each for each in tree_tensors(out) if each.is_floating_point()]
+        learning = [(each, made_up(each.shape, each, 5)) for each in outputs if each.requires_grad]
+        torch.autograd.backward([each for each, _ in learning], [weight for _, weight in learning])
+    parameters = dict(block.named_parameters())
+    return _Result(
+        [each.detach() for each in outputs],
+        [each.grad for each in leaves],
+        {name: each.grad for name, each in parameters.items()},
+        {name: each.detach() for name, each in parameters.items()},
+    )
+
+
+def _cut(block: nn.Module, seam: Seam, inner: str, axis: ExpertAxis) -> dict[str, range | None]:
+    """Leaves a copy its share; names within it of expert parameters -> rows of this rank (None: all, if it is here)."""
+    from lnn_lightning.parallel.expert.install import cut_stacked
+
+    if seam.kind == "fused":
+        cut_stacked(block.get_submodule(inner), axis, seam.experts)
+        prefix = f"{inner}." if inner else ""
+        return {prefix + name.rpartition(".")[2]: axis.span(seam.experts) for name in seam.parameters}
+    raise NotImplementedError
+
+
+def _differences(expected: _Result, found: _Result, own: dict[str, range | None], axis: ExpertAxis) -> str:
+    if [each.shape for each in expected.outputs] != [each.shape for each in found.outputs]:
+        return "shared out, it returns values of other shapes"
+    pairs: list[tuple[str, Tensor | None, Tensor | None]] = []
+    pairs += [("a result", a, b) for a, b in zip(expected.outputs, found.outputs, strict=True)]
+    pairs += [("the gradient of an input", a, b) for a, b in zip(expected.inputs, found.inputs, strict=True)]
+    for name, value in expected.shapes.items():
+        wanted, got = expected.parameters[name], found.parameters[name]
+        if name in own:
+            wanted = torch.zeros_like(value) if wanted is None else wanted.clone()
+            dist.all_reduce(wanted, group=axis.group)
+            wanted *= axis.scale
+            if axis.tensor is not None and not axis.divides_experts:
+                wanted /= axis.tensor.size
+            rows = own[name]
+            if rows is not None:
+                wanted = wanted[rows.start : rows.stop]
+        pairs.append((f"the gradient of {name!r}", wanted, got))
+    scale = max((float(a.double().norm()) for what, a, _ in pairs if a is not None and what != "a result"), default=0.0)
+    for what, a, b in pairs:
+        if a is None and b is None:
+            continue
+        a, b = (torch.zeros_like(b) if a is None else a), (torch.zeros_like(a) if b is None else b)  # type: ignore[arg-type]
+        bound = _TOLERANCE.get(a.dtype, _NARROW_TOLERANCE)
+        size = max(float(a.double().norm()), 0.0 if what == "a result" else 1e-3 * scale)
+        error = float((a.double() - b.double()).norm())
+        if not error <= bound * max(size, 1e-30):
+            return f"shared out, {what} is off by {error / max(size, 1e-30):.1e} (relative)"
+    return ""
+
+
+def _agreed(problem: str, axis: ExpertAxis, device: torch.device) -> str:
+    """The first problem that any rank has."""
+    everyones: list[Any] = [None] * axis.size
+    dist.all_gather_object(everyones, problem, group=axis.group)
+    return next((each for each in everyones if each), "")

@@ -1,0 +1,82 @@
+"""What a seam knows while it runs, and how a module's ``forward`` is taken over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.expert.axis import ExpertAxis
+from lnn_lightning.parallel.step.remember import in_second_run
+
+
+@dataclass(eq=False)
+class SeamState:
+    """A module of the user's whose experts are, or will be, shared out.
+
+    Attributes:
+        name: of the module, for people.
+        experts: how many there are on all ranks.
+        axis: who holds which; None: all are here, and the module does what it always did.
+        capacity_factor: see :class:`~.settings.ExpertParallel`.
+        load: rows sent to each expert since the last reading, before any are dropped; made at the first call.
+        dropped: rows that found no place since then.
+        copied: it was unpickled: its experts are part of a whole that is not here.
+        guard: while it is checked: what the module's own code raised; others do not wait for this rank in vain.
+    """
+
+    name: str
+    experts: int
+    axis: ExpertAxis | None = None
+    capacity_factor: float | None = None
+    load: Tensor | None = None
+    dropped: Tensor | None = None
+    copied: bool = False
+    guard: list[str] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Ranks cannot be written to a file."""
+        return {**vars(self), "axis": None, "copied": self.copied or self.axis is not None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SeamState:
+        made = memo[id(self)] = SeamState(self.name, self.experts, self.axis, self.capacity_factor, copied=self.copied)
+        return made
+
+    @property
+    def is_active(self) -> bool:
+        """Whether experts are shared out, or there is something to do with where tokens go."""
+        if self.copied:
+            raise StepError(
+                f"{self.name!r} was read from a file that a rank wrote with its own share of the experts. Save "
+                "`state_dict()` or a checkpoint of the trainer instead: these hold all of them."
+            )
+        return self.axis is not None
+
+    @torch.no_grad()
+    def count(self, index: Tensor, kept: Tensor | None, training: bool) -> None:
+        """Adds up where tokens go; without waiting for the device, and not again in a recomputation."""
+        if not training or in_second_run():
+            return
+        numbers = torch.arange(self.experts, device=index.device)
+        load = (index.reshape(-1, 1) == numbers).sum(0)
+        if self.load is None or self.load.device != load.device:
+            self.load, self.dropped = torch.zeros_like(load), load.new_zeros(())
+        assert self.dropped is not None
+        self.load += load
+        if kept is not None:
+            self.dropped += load.sum() - ((kept >= 0) & (kept < self.experts)).sum()
+
+    def read(self) -> tuple[Tensor, Tensor] | None:
+        """Load and dropped rows since the last reading; None: no token came by."""
+        if self.load is None or self.dropped is None:
+            return None
+        read, self.load, self.dropped = (self.load, self.dropped), None, None
+        return read
+
+
+def seam_of(module: nn.Module) -> SeamState:
+    """The state of a module that is a seam."""
+    return vars(module)["lnn_seam"]

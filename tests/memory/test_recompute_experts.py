@@ -1,0 +1,132 @@
+"""Blocks with divided experts that run again in backward: the same exchanges on all ranks, in the same order."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lnn_lightning.memory.recompute_blocks import Segment
+from lnn_lightning.parallel.expert.axis import ExpertAxis
+from lnn_lightning.parallel.expert.dispatch import run_experts
+from lnn_lightning.parallel.expert.exchange import Sent, counting
+from lnn_lightning.parallel.step.extension import UnitRun
+from lnn_lightning.parallel.step.remember import checkpoints_remember, remembered
+from lnn_lightning.parallel.step.trace import Call
+from tests.helpers.ranks import run_ranks
+
+EXPERTS, WIDTH = 4, 6
+
+
+class Experts(nn.Module):
+    """A router and this rank's experts; the router chooses between close numbers, and the choice draws from chance."""
+
+    def __init__(self, axis: ExpertAxis, only: int = EXPERTS) -> None:
+        super().__init__()
+        self.axis, self.only = axis, only
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        whole = torch.randn(EXPERTS, WIDTH, WIDTH)
+        span = axis.span(EXPERTS)
+        self.weight = nn.Parameter(whole[span.start : span.stop].clone())
+
+    def compute(self, rows: Tensor, counts: list[int]) -> Tensor:
+        parts = [part @ self.weight[index] for index, part in enumerate(rows.split(counts))]
+        return nn.functional.dropout(torch.tanh(torch.cat(parts)), 0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.router(x)
+        index = remembered(lambda: torch.multinomial(logits[:, : self.only].detach().softmax(-1), 2, self.only == 1))
+        weights = logits.gather(1, index).sigmoid()
+        rows = run_experts(x, index.flatten(), EXPERTS, self.axis, self.compute)
+        return x + (rows.view(*index.shape, WIDTH) * weights.unsqueeze(-1)).sum(1)
+
+
+def plain(blocks: list[nn.Module], x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def in_segments(blocks: list[nn.Module], x: Tensor, length: int = 1) -> Tensor:
+    segment = Segment()
+    for index, block in enumerate(blocks):
+        if len(segment) == length:
+            segment = Segment()
+        x = segment.run(UnitRun(0, 0, Call(index, f"{index}", f"{index}"), block), block, (x,), {})
+    return x
+
+
+def in_one_segment(blocks: list[nn.Module], x: Tensor) -> Tensor:
+    return in_segments(blocks, x, len(blocks))
+
+
+def in_checkpoints(blocks: list[nn.Module], x: Tensor) -> Tensor:
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def in_reentrant_checkpoints(blocks: list[nn.Module], x: Tensor) -> Tensor:
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=True)
+    return x
+
+
+def in_nested_checkpoints(blocks: list[nn.Module], x: Tensor) -> Tensor:
+    return checkpoint(in_checkpoints, blocks, x, use_reentrant=False)
+
+
+WAYS = [in_segments, in_one_segment, in_checkpoints, in_reentrant_checkpoints, in_nested_checkpoints]
+
+
+def _outcome(
+    rank: int, way: Callable[..., Tensor], only: int, tokens: list[int], frozen: str
+) -> tuple[list[Tensor | None], Sent]:
+    """Result and gradients of two micro-batches, both forwards first, and what was sent."""
+    torch.manual_seed(0)
+    axis = ExpertAxis(dist.get_world_size(), rank, dist.group.WORLD, 0.5)
+    blocks: list[nn.Module] = [Experts(axis, only) for _ in range(3)]
+    for block in blocks[: 2 if "first" in frozen else 3]:
+        block.router.requires_grad_("router" not in frozen)
+        block.weight.requires_grad_("experts" not in frozen)
+    torch.manual_seed(1 + rank)
+    x = torch.randn(2, tokens[rank], WIDTH, requires_grad="input" not in frozen)
+    with counting() as sent, checkpoints_remember():
+        outs = [way(blocks, each) for each in x]
+        for out in outs:
+            out.square().sum().backward()
+    state = torch.get_rng_state()
+    parameters = [parameter.grad for block in blocks for parameter in block.parameters()]
+    return [*(out.detach() for out in outs), x.grad, *parameters, state], sent
+
+
+def _equal_in_all_ways(rank: int, world_size: int) -> None:
+    cases = [
+        (EXPERTS, [7, 5], "input"),
+        (EXPERTS, [7, 5], ""),
+        (2, [7, 5], "input"),  # nobody for the experts of the second rank
+        (1, [7, 0], "input"),  # and a rank that has no tokens
+        (EXPERTS, [7, 5], "input, router, experts, first"),
+        (EXPERTS, [7, 5], "experts"),
+        (EXPERTS, [7, 5], "router"),
+        (EXPERTS, [7, 5], "router, experts"),
+    ]
+    for case in cases:
+        expected, alone = _outcome(rank, plain, *case)
+        for way in WAYS:
+            if way is in_reentrant_checkpoints and "input" in case[2]:
+                continue  # it has no gradients then
+            got, sent = _outcome(rank, way, *case)
+            where = f"{way.__name__} {case}"
+            assert len(got) == len(expected)
+            for a, b in zip(expected, got, strict=True):
+                assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), where
+            assert sent.counts == alone.counts, where  # the numbers of rows are not exchanged again
+            assert sent.backward == alone.backward, where
+            assert sent.forward >= alone.forward, where
+
+
+def test_same_numbers_in_all_ways() -> None:
+    run_ranks(_equal_in_all_ways, 2, timeout=25)
