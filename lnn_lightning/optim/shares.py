@@ -41,6 +41,33 @@ def deal(sizes: Sequence[int], loads: list[int]) -> list[int]:
     return owners
 
 
+class _Circle:
+    """Ranks that share parameters out, and who updates which.
+
+    Args:
+        group: the ranks; None: this one alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.loads = [0] * self.size
+        self.owned: list[list[nn.Parameter]] = [[] for _ in range(self.size)]
+        """Whole parameters by the rank that updates them, in the same order on all ranks."""
+
+    def deal(self, parameters: Sequence[nn.Parameter]) -> set[int]:
+        """Deals out more parameters; those that this rank updates, by id."""
+        owners = deal([p.numel() for p in parameters], self.loads)
+        for parameter, owner in zip(parameters, owners, strict=True):
+            self.owned[owner].append(parameter)
+        return {id(p) for p, owner in zip(parameters, owners, strict=True) if owner == self.rank}
+
+    def elsewhere(self) -> list[nn.Parameter]:
+        """Parameters that other ranks update."""
+        return [p for owner, parameters in enumerate(self.owned) for p in parameters if owner != self.rank]
+
+
 class OptimizerShare:
     """What this data rank updates of one optimizer's parameters.
 
@@ -48,6 +75,8 @@ class OptimizerShare:
         optimizer: the user's; its groups are changed in place.
         group: data ranks that share the state out; None: nothing is dealt out.
         local: what the optimizer gets in place of a sharded parameter; None: there are none.
+        apart: parameters that other ranks share out (experts: those that hold the same), and these ranks, None if it is
+            one.
     """
 
     def __init__(
@@ -55,26 +84,24 @@ class OptimizerShare:
         optimizer: Optimizer,
         group: dist.ProcessGroup | None,
         local: Callable[[nn.Parameter], nn.Parameter] | None = None,
+        apart: tuple[Callable[[nn.Parameter], bool], dist.ProcessGroup | None] | None = None,
     ) -> None:
-        self.optimizer, self._group, self._local = optimizer, group, local
-        self._size = dist.get_world_size(group) if group is not None else 1
-        self._rank = dist.get_rank(group) if group is not None else 0
-        self._loads = [0] * self._size
+        self.optimizer, self._local = optimizer, local
+        self._is_apart = apart[0] if apart is not None else lambda parameter: False
+        self._circles = [_Circle(group), _Circle(apart[1] if apart is not None else None)]
         self._known = 0
-        self.owned: list[list[nn.Parameter]] = [[] for _ in range(self._size)]
-        """Whole parameters by the rank that updates them, in the same order on all ranks."""
         self.sharded: list[tuple[nn.Parameter, nn.Parameter]] = []
         """Sharded parameters, and what the optimizer has in place of them."""
         self._zero_grad = optimizer.zero_grad
-        if self._size > 1 or local is not None:
+        if self.sends or local is not None:
             optimizer.zero_grad = self._zero_all  # type: ignore[method-assign]
-        if self._size > 1:
+        if self.sends:
             optimizer.register_step_post_hook(self._send)
 
     @property
     def sends(self) -> bool:
         """Whether new values go to other ranks behind each step."""
-        return self._size > 1
+        return any(circle.size > 1 for circle in self._circles)
 
     def adopt(self) -> None:
         """Reduces groups that are new to what this rank updates; groups stay, also when they become empty."""
@@ -82,10 +109,9 @@ class OptimizerShare:
         self._known = len(self.optimizer.param_groups)
         here = [p for group in new for p in group["params"] if not is_stand_in(p)]
         whole = [p for p in here if not is_sharded(p)]
-        owners = deal([p.numel() for p in whole], self._loads)
-        mine = {id(p) for p, owner in zip(whole, owners, strict=True) if owner == self._rank}
-        for parameter, owner in zip(whole, owners, strict=True):
-            self.owned[owner].append(parameter)
+        rest, apart = self._circles
+        mine = rest.deal([p for p in whole if not self._is_apart(p)])
+        mine |= apart.deal([p for p in whole if self._is_apart(p)])
         pieces = {id(p): self._local(p) for p in here if is_sharded(p)} if self._local is not None else {}
         self.sharded += [(p, pieces[id(p)]) for p in here if id(p) in pieces]
         for group in new:
@@ -104,28 +130,28 @@ class OptimizerShare:
             if piece.grad is None:
                 parameter.grad = None
         to_none = kwargs.get("set_to_none", args[0] if args else True)
-        for owner, parameters in enumerate(self.owned):
-            for parameter in parameters if owner != self._rank else ():
-                if to_none:
-                    parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.detach_().zero_()
+        for parameter in [parameter for circle in self._circles for parameter in circle.elsewhere()]:
+            if to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
         for parameter, piece in self.sharded:  # most optimizers' groups are without pieces that have no elements
             if piece.numel() == 0 and to_none:
                 parameter.grad = piece.grad = None
 
     @torch.no_grad()
     def _send(self, *_: Any) -> None:
-        """Behind a step: the owners' values for everyone. Collective over the group."""
+        """Behind a step: the owners' values for everyone. Collective over the ranks that share out."""
         works: list[Any] = []
         arrived: list[tuple[Tensor, list[Tensor]]] = []
-        for owner, parameters in enumerate(self.owned):
-            for tensors in _buckets([parameter.detach() for parameter in parameters]):
-                alone = len(tensors) == 1 and tensors[0].is_contiguous()
-                flat = tensors[0] if alone else _flatten_dense_tensors(tensors)
-                works.append(dist.broadcast(flat, group=self._group, group_src=owner, async_op=True))
-                if not alone and owner != self._rank:
-                    arrived.append((flat, tensors))
+        for circle in self._circles:
+            for owner, parameters in enumerate(circle.owned if circle.size > 1 else ()):
+                for tensors in _buckets([parameter.detach() for parameter in parameters]):
+                    alone = len(tensors) == 1 and tensors[0].is_contiguous()
+                    flat = tensors[0] if alone else _flatten_dense_tensors(tensors)
+                    works.append(dist.broadcast(flat, group=circle.group, group_src=owner, async_op=True))
+                    if not alone and owner != circle.rank:
+                        arrived.append((flat, tensors))
         for work in works:
             work.wait()
         for flat, tensors in arrived:

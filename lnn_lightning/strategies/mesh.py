@@ -47,6 +47,8 @@ class MeshStrategy(ParallelStrategy):
         pipeline_parallel_size: pipeline ranks.
         data_parallel_size: data ranks; ``"auto"``: what the other axes leave; a pair: replicate x shard.
         tensor_parallel_size: tensor ranks.
+        expert_parallel_size: ranks among data and tensor ranks that share out experts.
+        divides_experts: tensor ranks divide each expert.
         process_group_backend: backend of ``torch.distributed``; None: nccl on CUDA, gloo on CPU.
         timeout: how long a collective may take before the job ends with an error.
         parallel_strategy_arguments: passed on to Lightning's ``ParallelStrategy``.
@@ -57,6 +59,8 @@ class MeshStrategy(ParallelStrategy):
         pipeline_parallel_size: int = 1,
         data_parallel_size: int | tuple[int, int] | str = "auto",
         tensor_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        divides_experts: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         **parallel_strategy_arguments: Any,
@@ -67,6 +71,8 @@ class MeshStrategy(ParallelStrategy):
             "pipeline_parallel_size": pipeline_parallel_size,
             "data_parallel_size": data_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
+            "expert_parallel_size": expert_parallel_size,
+            "divides_experts": divides_experts,
         }
         self._process_group_backend = process_group_backend
         self._timeout = timeout

@@ -25,6 +25,9 @@ from lnn_lightning.parallel.data.settings import ZeroSettings
 from lnn_lightning.parallel.data.shards import is_sharded
 from lnn_lightning.parallel.errors import LayoutError, StepError
 from lnn_lightning.parallel.exchange import all_or_none
+from lnn_lightning.parallel.expert.install import is_spread
+from lnn_lightning.parallel.expert.settings import ExpertParallel
+from lnn_lightning.parallel.expert.upcycle import upcycle
 from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR, Layout, data_axis
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine, PipelineSettings
 from lnn_lightning.parallel.pipeline.schedules import place
@@ -99,6 +102,8 @@ class PTDPStrategy(ExpertHooks, DataHooks):
         recompute: compute again in backward what the blocks would keep for it, with the same numbers: ``"full"``: every
             block; n: the first of every n blocks of a stage; ``"selective"``: the core of attention alone (Korthikanti
             et al. 2022, arXiv 2205.05198); ``"auto"``: as many checkpoints a stage as hold the least memory.
+        expert: :class:`lnn_lightning.ExpertParallel`: experts are shared out over ranks, and tokens sent to them; with
+            ``upcycle`` feed-forwards of a dense model become experts first (docs/experts.md).
         activation_compression: :class:`lnn_lightning.Gist`: keep activations in fewer bytes between forward and
             backward.
         evaluation_microbatches: the same as ``microbatches`` for validation, test and prediction. One gives exactly the
@@ -135,6 +140,7 @@ class PTDPStrategy(ExpertHooks, DataHooks):
         recompute: Recompute = None,
         activation_compression: Gist | None = None,
         offload: Offload | None = None,
+        expert: ExpertParallel | None = None,
         evaluation_microbatches: int = 1,
         async_save: bool = False,
         example_batch: Any = None,
@@ -143,10 +149,14 @@ class PTDPStrategy(ExpertHooks, DataHooks):
         timeout: timedelta | None = default_pg_timeout,
         **parallel_strategy_arguments: Any,
     ) -> None:
+        if expert is not None and not isinstance(expert, ExpertParallel):
+            raise LayoutError(f"`expert` must be None or ExpertParallel(...), got {expert!r}.")
         super().__init__(
             pipeline_parallel_size=pipeline_parallel_size,
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
+            expert_parallel_size=expert.size if expert is not None else 1,
+            divides_experts=expert is not None and expert.tensor_parallel,
             process_group_backend=process_group_backend,
             timeout=timeout,
             **parallel_strategy_arguments,
@@ -175,6 +185,7 @@ class PTDPStrategy(ExpertHooks, DataHooks):
             split_points,
             sequence_parallel,
             None if tensor_parallel_plan == "auto" else tensor_parallel_plan,
+            expert=expert,
         )
         if activation_compression is not None and not isinstance(activation_compression, Gist):
             raise LayoutError(f"`activation_compression` must be None or Gist(...), got {activation_compression!r}.")
@@ -228,14 +239,16 @@ class PTDPStrategy(ExpertHooks, DataHooks):
     def _prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> Any:
         """Makes the engine, cuts the module, and returns the batch it was traced with."""
         in_pieces = any(is_sharded(parameter) for parameter in module.parameters())
-        if has_stand_ins(module) or in_pieces or is_divided(module):
+        if has_stand_ins(module) or in_pieces or is_divided(module) or is_spread(module):
             raise StepError(
                 f"This {type(module).__name__} was already divided by another strategy. Use the Trainer that did, or "
                 "load `strategy.full_state_dict()` into a new one."
             )
-        axes = [self.mesh.group(axis) for axis in (PIPELINE, TENSOR)]
+        seed = self.broadcast(torch.initial_seed() % 2**62)
+        if (expert := self._settings.expert) is not None and expert.upcycle is not None:
+            upcycle(module, expert.upcycle, seed)
         agreement = MeshAgreement(
-            (*axes, *([self.mesh.shard_group] if self._zero.stage > 0 else [])),
+            self._differing_groups(),
             lambda parameter: self.engine.residence.counts_here(parameter),
             self.root_device,
             gradients_looked_at(self._offload),
@@ -245,7 +258,6 @@ class PTDPStrategy(ExpertHooks, DataHooks):
         set_metric_group(module, self.mesh.group(DATA))
         batch = self._first_batch(trainer)
         observer = LightningObserver(module)
-        seed = self.broadcast(torch.initial_seed() % 2**62)
         settings = replace(self._settings, reduce_dtype=reduce_dtype_of(self.precision_plugin))
         self._engine = PipelineEngine(module, settings, self.mesh, observer, seed)
         kind = _STEPS[trainer.state.fn]  # type: ignore[index]
@@ -260,6 +272,15 @@ class PTDPStrategy(ExpertHooks, DataHooks):
         if (tensor := self._engine.residence.tensor) is not None:
             rank_zero_info(tensor_table(module, tensor.plan))
         return batch
+
+    def _differing_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Groups along the axes on which optimizers hold different parameters."""
+        groups = [self.mesh.group(axis) for axis in (PIPELINE, TENSOR)]
+        if self.mesh.experts is not None:
+            groups.append(self.mesh.group(DATA))
+        elif self._zero.stage > 0:
+            groups.append(self.mesh.shard_group)
+        return tuple(groups)
 
     def _read_initial_weights(self, path: str | Path, module: pl.LightningModule) -> None:
         def read() -> None:

@@ -19,6 +19,7 @@ from lnn_lightning.optim.masters import Masters, masters_of
 from lnn_lightning.optim.shares import OptimizerShare
 from lnn_lightning.parallel.data.settings import ZeroSettings
 from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.layout import EXPERT_DATA
 from lnn_lightning.parallel.pipeline.train_step import TRAINING
 from lnn_lightning.parallel.step.randomness import seed_of
 from lnn_lightning.parallel.watch import doing
@@ -98,13 +99,24 @@ class ZeroHooks(CheckpointHooks):
                 way_out = "Use `zero_stage=1`, which shares out whole parameters and is right for every optimizer."
                 refuse_unsplittable(optimizer, way_out)
             elif self._has_divided(optimizer):
-                way_out = "Use another optimizer, or a pipeline or ZeRO 1 instead of `tensor_parallel_size`."
+                axis = "tensor_parallel_size" if self.engine.residence.tensor is not None else "expert_parallel_size"
+                way_out = f"Use another optimizer, or a pipeline or ZeRO 1 instead of `{axis}`."
                 refuse_unsplittable(optimizer, way_out)
-        group = self.mesh.shard_group if self._zero.stage > 0 and self.mesh.layout.shard_size > 1 else None
+        dealt, layout = self._zero.stage > 0, self.mesh.layout
+        group = self.mesh.shard_group if dealt and layout.shard_size > 1 else None
+        residence = self.engine.residence
+        apart = {id(p) for name, p in self.lightning_module.named_parameters() if residence.is_expert(name)}
+        experts = self.mesh.experts if dealt and layout.expert_data_size > 1 else None
+        apart_group = experts.get_group(EXPERT_DATA) if experts is not None else None
         self._group_names = [[] for _ in self.optimizers]
         self._make_masters(trainer)
         self._shares = [
-            OptimizerShare(optimizer, group, sharding.local if sharding is not None else None)
+            OptimizerShare(
+                optimizer,
+                group,
+                sharding.local if sharding is not None else None,
+                (lambda parameter: id(parameter) in apart, apart_group),
+            )
             for optimizer in self.optimizers
         ]
         self._keep_own_parameters()
@@ -113,7 +125,7 @@ class ZeroHooks(CheckpointHooks):
         self.optimizers = self.optimizers  # Lightning's wrappers copy the attributes of what they wrap
 
     def _has_divided(self, optimizer: Optimizer) -> bool:
-        """Whether tensor ranks hold parts of any of its parameters."""
+        """Whether tensor or expert ranks hold parts of any of its parameters."""
         assert self.lightning_module is not None
         residence = self.engine.residence
         names = {id(p): name for name, p in self.lightning_module.named_parameters()}

@@ -1,7 +1,6 @@
 """Blocks with divided experts that run again in backward: the same exchanges on all ranks, in the same order."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist

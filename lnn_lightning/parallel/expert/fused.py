@@ -67,8 +67,8 @@ def _shared_out(
     if index.shape != weights.shape or index.shape[:-1].numel() != rows.shape[0]:
         raise StepError(
             f"{state.name!r} holds experts that are shared out over ranks: it must be called with an expert and a "
-            f"weight for each choice of each token, got {list(index.shape)} experts and {list(weights.shape)} weights for "
-            f"{rows.shape[0]} tokens."
+            f"weight for each choice of each token, got {list(index.shape)} experts and {list(weights.shape)} weights "
+            f"for {rows.shape[0]} tokens."
         )
     factors = weights.reshape(rows.shape[0], -1)
     kept = chosen = remembered(lambda: index.reshape(rows.shape[0], -1))

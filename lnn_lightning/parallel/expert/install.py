@@ -250,6 +250,12 @@ class ExpertSharding:
                 replace_tensors(self.root.get_submodule(member), lambda _, tensor: stand_in_for(tensor))
 
 
+def is_spread(module: nn.Module) -> bool:
+    """Whether experts of any sub-module have been shared out."""
+    states = [vars(each).get("lnn_seam") for each in module.modules()]
+    return any(state is not None and state.axis is not None for state in states)
+
+
 def cut_stacked(module: nn.Module, axis: ExpertAxis, experts: int) -> None:
     """Leaves this rank's rows of stacked parameters; the parameter objects stay if nothing remembers their shape."""
     here = axis.span(experts)

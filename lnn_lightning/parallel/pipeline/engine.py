@@ -142,6 +142,7 @@ class PipelineEngine:
 
     def shard(self, settings: ZeroSettings) -> None:
         """ZeRO 2 and 3: shards this rank's units over the data ranks; call when parameters are on their device."""
+        self.residence.dealt = settings.stage > 0
         if self.sharding is not None:
             self.sharding.link()
         elif settings.shards_parameters and self.mesh.layout.shard_size > 1:

@@ -15,7 +15,7 @@ from lnn_lightning.parallel.data.shards import local_of, whole_of
 from lnn_lightning.parallel.data.unused import Unused
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.expert.install import ExpertSharding
-from lnn_lightning.parallel.layout import DATA, EXPERT_DATA, PIPELINE, TENSOR, Mesh
+from lnn_lightning.parallel.layout import DATA, EXPERT, EXPERT_DATA, PIPELINE, TENSOR, Mesh
 from lnn_lightning.parallel.pipeline.ownership import Ownership
 from lnn_lightning.parallel.pipeline.plans import PlanBook
 from lnn_lightning.parallel.pipeline.schedules import Placement
@@ -64,6 +64,10 @@ class Residence:
     def is_expert(self, name: str) -> bool:
         """Whether a parameter or buffer belongs to experts that are spread over ranks."""
         return self.expert is not None and name in self.expert.names
+
+    def shard_group_of(self, name: str) -> dist.ProcessGroup:
+        """Ranks over which ZeRO shards or deals out a parameter."""
+        return self.group_of(name) if self.is_expert(name) else self.mesh.shard_group
 
     def group_of(self, name: str) -> dist.ProcessGroup:
         """Ranks of this stage that hold the same (part of a) parameter or buffer and see other data."""
@@ -139,16 +143,23 @@ class Residence:
         mesh = self.mesh
         if self.is_expert(name) and mesh.experts is not None:
             data, _, tensor = mesh.experts.get_coordinate() or (0, 0, 0)
-            return (data == 0 or self.dealt) and (tensor == 0 or self._is_divided_over_tensor(name))
+            return (data == 0 or self.dealt) and (tensor == 0 or self._has_own_part(name))
         if mesh.rank(TENSOR) > 0 and not self.is_divided(name):
             return False
         # with experts on them the data ranks are asked too, of whom each has the rest, or a share if that is dealt out
         return mesh.experts is None or (mesh.replica_rank if self.dealt else mesh.rank(DATA)) == 0
 
-    def _is_divided_over_tensor(self, name: str) -> bool:
-        """Whether tensor ranks, if they divide experts, have parts of this expert parameter."""
-        assert self.expert is not None
-        return self.expert.is_divided_over_tensor(name)
+    def _has_own_part(self, name: str) -> bool:
+        """Whether each tensor rank has a part of its own."""
+        return any(group is self.mesh.group(TENSOR) for group, _ in self.cuts(name))
+
+    def cuts(self, name: str) -> list[tuple[dist.ProcessGroup, int]]:
+        """Process groups whose ranks divide a parameter, with the dimension that each divides."""
+        divider, tensor = self._divider(name), self.mesh.group(TENSOR)
+        dims = [dim for dim, _ in divider.spans(name)] if divider is not None else []
+        stacked = self.expert is not None and any(name in seam.parameters for seam in self.expert.seams)
+        expert = self.mesh.experts.get_group(EXPERT) if stacked and self.mesh.experts is not None else tensor
+        return [(expert if dim == 0 else tensor, dim) for dim in dims]
 
     def is_divided(self, name: str) -> bool:
         """Whether each tensor or expert rank holds a part of its own of a parameter."""
@@ -295,7 +306,8 @@ class Residence:
             ranks = self.ranks_of(name) if name is not None else (0,)
             source = ranks[-1] if name is not None and name not in parameters else ranks[0]
             if source == self._rank:
-                held = value if is_stand_in(value) else whole_of(value, device)
+                here = not is_stand_in(value)
+                held = whole_of(value, device) if here else torch.empty(value.shape, dtype=value.dtype, device=device)
                 whole = self.whole(name, held).to(device).contiguous()
             else:
                 whole = torch.empty(self.whole_shape(name, value), dtype=value.dtype, device=device)

@@ -22,6 +22,7 @@ from lnn_lightning.parallel.pipeline.division import divide, plan_tensor
 from lnn_lightning.parallel.pipeline.ownership import find_ownership
 from lnn_lightning.parallel.pipeline.partition import partition
 from lnn_lightning.parallel.pipeline.residence import Residence
+from lnn_lightning.parallel.pipeline.spreading import find_experts, spread_experts
 from lnn_lightning.parallel.pipeline.train_step import Step
 from lnn_lightning.parallel.step.plan import Plan
 
@@ -38,7 +39,7 @@ def set_up(engine: PipelineEngine, kind: str, step: Step, batch: Any, training: 
     root, settings, mesh, placement = engine.root, engine.settings, engine.mesh, engine.placement
     error: BaseException | None = None
     try:
-        seams = prepare_experts(root, mesh, settings.expert)
+        seams = find_experts(root, mesh, settings.expert)
         microbatch = engine.split(batch, training)[0]
         if training and mesh.size(DATA) > 1:
             refuse_renormalised(root)
@@ -81,9 +82,8 @@ def set_up(engine: PipelineEngine, kind: str, step: Step, batch: Any, training: 
         residence.tensor = engine.book.tensor = divided
     if seams:
         with _as_in_step(root, training):
-            spread = ExpertSharding(root, seams, make_axis(mesh, settings.expert), **experts_options(settings.expert))
-            spread.install()
-        residence.expert = engine.book.expert = spread
+            residence.expert = spread_experts(root, seams, mesh, settings.expert, comm_device)
+        engine.book.expert = residence.expert
     engine.first_trace = trace
     with torch.set_grad_enabled(training):
         return engine.book.cut_plan(trace, stage_of, torch.device("cpu"))

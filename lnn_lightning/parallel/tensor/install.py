@@ -235,6 +235,7 @@ def _checksum(value: Tensor) -> Tensor:
 
 
 def blank_of(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A stand-in of another shape for a parameter, to trace with."""
     blank = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(shape)
     return torch.Tensor._make_subclass(StandInParameter, blank, parameter.requires_grad)
 

@@ -1,0 +1,85 @@
+"""Experts spread over ranks: found before the step is traced, shared out behind the division of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.expert.axis import ExpertAxis
+from lnn_lightning.parallel.expert.exchange import host_groups
+from lnn_lightning.parallel.expert.find import Seam
+from lnn_lightning.parallel.expert.install import ExpertSharding, prepare_seams
+from lnn_lightning.parallel.expert.settings import ExpertParallel
+from lnn_lightning.parallel.hosts import hosts_of
+from lnn_lightning.parallel.layout import DATA, EXPERT, TENSOR, Mesh
+from lnn_lightning.parallel.tensor.axis import TensorAxis
+
+
+def find_experts(root: nn.Module, mesh: Mesh, settings: ExpertParallel | None) -> list[Seam]:
+    """The blocks of a module whose experts are to be shared out; none if that is not asked for.
+
+    Raises:
+        StepError: there are none, or one has fewer experts than there are ranks to share them out.
+    """
+    capacity = settings.capacity_factor if settings is not None else None
+    if mesh.experts is None and capacity is None and (settings is None or settings.upcycle is None):
+        return []
+    seams = prepare_seams(root)
+    size = mesh.layout.expert_parallel_size
+    if not seams and (mesh.experts is not None or capacity is not None):
+        asked = f"`expert_parallel_size={size}`" if size > 1 else f"`capacity_factor={capacity}`"
+        raise StepError(
+            f"{asked} found no experts in {type(root).__name__}: neither a module with stacked weights [experts, ...] "
+            "that is called with tokens, their experts and the weights of these, nor one that calls the members of a "
+            "ModuleList or ModuleDict of equal modules on the tokens that a router chose for each. Leave it out, or "
+            "make experts of a dense model: `upcycle={'blocks': '*.mlp', 'experts': 8}`."
+        )
+    for seam in seams:
+        if seam.experts < size:
+            raise StepError(
+                f"{seam.name!r} has {seam.experts} experts, too few for {size} expert ranks. `expert_parallel_size` "
+                f"must be at most {min(each.experts for each in seams)}."
+            )
+    return seams
+
+
+def spread_experts(
+    root: nn.Module, seams: Sequence[Seam], mesh: Mesh, settings: ExpertParallel | None, device: torch.device
+) -> ExpertSharding:
+    """Shares out the experts of the blocks that are on this rank. Collective over all ranks.
+
+    Args:
+        root: the module; what lives on other stages is gone, layers are divided.
+        seams: what :func:`find_experts` found.
+        mesh: this process's place.
+        settings: as the user gave them.
+        device: where ranks communicate.
+    """
+    axis = make_axis(mesh, settings)
+    capacity = settings.capacity_factor if settings is not None else None
+    sharding = ExpertSharding(root, seams, axis, capacity_factor=capacity, device=device)
+    sharding.install()
+    return sharding
+
+
+def make_axis(mesh: Mesh, settings: ExpertParallel | None) -> ExpertAxis:
+    """The expert ranks of a mesh as a block sees them. Collective over all ranks."""
+    experts, layout = mesh.experts, mesh.layout
+    if experts is None:
+        return ExpertAxis()
+    group = experts.get_group(EXPERT) if layout.expert_parallel_size > 1 else None
+    tensor = TensorAxis(mesh.size(TENSOR), mesh.rank(TENSOR), mesh.group(TENSOR)) if mesh.size(TENSOR) > 1 else None
+    two_step = settings.two_step if settings is not None else "auto"
+    hosts = host_groups(group, hosts_of(group)) if group is not None and two_step else None
+    return ExpertAxis(
+        layout.expert_parallel_size,
+        experts.get_local_rank(EXPERT),
+        group,
+        layout.expert_data_size / mesh.size(DATA),
+        tensor,
+        layout.divides_experts,
+        hosts,
+    )
