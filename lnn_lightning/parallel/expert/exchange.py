@@ -10,7 +10,7 @@ Autograd must reach every exchange on every rank, rows or no rows, or the others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lnn_lightning.parallel.expert.axis import ExpertAxis
-from lnn_lightning.parallel.hosts import Host
 
 
 @dataclass(eq=False)
@@ -235,26 +234,3 @@ def receive(sent: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
         The rows that arrived, ordered by the rank they came from, and the tie of this exchange.
     """
     return _Receive.apply(sent, exchange)
-
-
-def host_groups(group: dist.ProcessGroup, hosts: Sequence[Host]) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-    """Groups for exchanges in two steps, for :attr:`ExpertAxis.hosts`. Collective over the group.
-
-    Args:
-        group: the expert ranks.
-        hosts: the host of each, in their order (:func:`lnn_lightning.parallel.hosts.hosts_of`).
-
-    Returns:
-        This host's ranks, and the ranks at this one's place on the other hosts; None if one step is right: all are on
-        one host, each has its own, or the ranks do not lie host by host, equally many on each.
-    """
-    each = hosts.count(hosts[0])
-    runs = [hosts[start : start + each] for start in range(0, len(hosts), each)]
-    distinct = len({run[0] for run in runs}) == len(runs)
-    if each in (1, len(hosts)) or not distinct or any(run.count(run[0]) != each for run in runs):
-        return None
-    ranks = dist.get_process_group_ranks(group)
-    host, place = divmod(dist.get_rank(group), each)
-    members = ranks[host * each : (host + 1) * each], ranks[place::each]
-    inner, outer = (dist.new_group(each, use_local_synchronization=True) for each in members)
-    return inner, outer
