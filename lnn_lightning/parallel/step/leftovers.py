@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import CellType, FunctionType
 from typing import Any
@@ -21,7 +21,7 @@ _INTERNAL = {*vars(nn.Module()), "forward", "_call_impl", "_compiled_call_impl"}
 @contextmanager
 def nothing_left_behind(root: nn.Module) -> Iterator[None]:
     """Puts back attributes and buffers of all sub-modules, and empties function caches that were filled, on exit."""
-    attributes = [(module, _attributes(module)) for module in root.modules()]
+    attributes = [(module, attributes_of(module)) for module in root.modules()]
     hooks = [(getattr(module, name), getattr(module, name).copy()) for module in root.modules() for name in _HOOKS]
     buffers = [(module, dict(module._buffers)) for module in root.modules() if module._buffers]
     values = {
@@ -52,10 +52,20 @@ def nothing_left_behind(root: nn.Module) -> Iterator[None]:
                 cache.cache_clear()
 
 
+def modules_outside(root: nn.Module, without: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """All sub-modules but some and what is in them."""
+    seen, waiting = {None, *without}, [root]
+    while waiting:
+        if (module := waiting.pop()) not in seen:
+            seen.add(module)
+            yield module
+            waiting += module._modules.values()  # type: ignore[arg-type]
+
+
 @contextmanager
-def attributes_preserved(root: nn.Module) -> Iterator[None]:
+def attributes_preserved(root: nn.Module, without: Collection[nn.Module] = ()) -> Iterator[None]:
     """Puts back attributes of all sub-modules on exit, and the items of those that are lists and dicts."""
-    attributes = [(module, _attributes(module)) for module in root.modules()]
+    attributes = [(module, attributes_of(module)) for module in modules_outside(root, without)]
     try:
         yield
     finally:
@@ -63,7 +73,7 @@ def attributes_preserved(root: nn.Module) -> Iterator[None]:
             _restore_attributes(module, before)
 
 
-def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+def attributes_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Name -> (object, copy of its items if it is a list or dict)."""
     return {
         name: (value, value.copy() if type(value) in (list, dict) else None)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from lnn_lightning.parallel.step.leftovers import modules_outside
 
 
 def seed_of(*numbers: int) -> int:
@@ -83,11 +85,11 @@ def preserved_generators(root: nn.Module) -> Iterator[None]:
         put_back()
 
 
-def generators_as_now(root: nn.Module) -> Callable[[], None]:
+def generators_as_now(root: nn.Module, without: Collection[nn.Module] = ()) -> Callable[[], None]:
     """Makes a function that puts the generators that modules keep as attributes into the state of now."""
     numpy = sys.modules.get("numpy")
     kept: list[tuple[Any, Any]] = []
-    for module in root.modules():
+    for module in modules_outside(root, without):
         for value in vars(module).values():
             if isinstance(value, random.Random):
                 kept.append((value.setstate, value.getstate()))
