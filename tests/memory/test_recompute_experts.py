@@ -14,6 +14,7 @@ from lnn_lightning.parallel.expert.exchange import Sent, counting
 from lnn_lightning.parallel.step.extension import UnitRun
 from lnn_lightning.parallel.step.remember import checkpoints_remember, remembered
 from lnn_lightning.parallel.step.trace import Call
+from lnn_lightning.parallel.tensor.axis import TensorAxis
 from tests.helpers.ranks import run_ranks
 
 EXPERTS, WIDTH = 4, 6
@@ -81,11 +82,11 @@ WAYS = [in_segments, in_one_segment, in_checkpoints, in_reentrant_checkpoints, i
 
 
 def _outcome(
-    rank: int, way: Callable[..., Tensor], only: int, tokens: list[int], frozen: str
+    rank: int, way: Callable[..., Tensor], only: int, tokens: list[int], frozen: str, axis: ExpertAxis | None = None
 ) -> tuple[list[Tensor | None], Sent]:
     """Result and gradients of two micro-batches, both forwards first, and what was sent."""
     torch.manual_seed(0)
-    axis = ExpertAxis(dist.get_world_size(), rank, dist.group.WORLD, 0.5)
+    axis = axis or ExpertAxis(dist.get_world_size(), rank, dist.group.WORLD, 0.5)
     blocks: list[nn.Module] = [Experts(axis, only) for _ in range(3)]
     for block in blocks[: 2 if "first" in frozen else 3]:
         block.router.requires_grad_("router" not in frozen)
@@ -125,6 +126,28 @@ def _equal_in_all_ways(rank: int, world_size: int) -> None:
             assert sent.counts == alone.counts, where  # the numbers of rows are not exchanged again
             assert sent.backward == alone.backward, where
             assert sent.forward >= alone.forward, where
+
+
+def _equal_on_tensor_ranks(rank: int, world_size: int) -> None:
+    """Tensor ranks bring the same tokens; inside the experts each draws its own masks, behind them all are alike."""
+    for divides in (False, True):
+        group, alone = dist.group.WORLD, dist.new_group([rank], use_local_synchronization=True)
+        tensor = TensorAxis(world_size, rank, group)
+        axis = ExpertAxis(1 if divides else 2, 0 if divides else rank, alone if divides else group, 2.0, tensor, divides)
+        results = [_outcome(0, way, EXPERTS, [7], "input", axis)[0] for way in (plain, *WAYS[:3])]
+        for got in results[1:]:
+            pairs = zip(results[0], got, strict=True)
+            assert all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in pairs)
+        output, state = results[0][0], results[0][-1]
+        assert output is not None and state is not None
+        for each in (output, state):  # results and random numbers are the same on both
+            others = [torch.empty_like(each) for _ in range(world_size)]
+            dist.all_gather(others, each)
+            assert torch.equal(others[0], others[1])
+
+
+def test_random_numbers_on_tensor_ranks() -> None:
+    run_ranks(_equal_on_tensor_ranks, 2, timeout=40)
 
 
 def test_same_numbers_in_all_ways() -> None:
