@@ -7,8 +7,7 @@ experts add up to one, the model first computes what the dense one did.
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -78,12 +77,18 @@ def _is_inside_experts(root: nn.Module, name: str) -> bool:
 
 
 def _examples(root: nn.Module, names: Sequence[str]) -> str:
-    """Names with parameters, those of modules that occur in many places first: these are the parts of blocks."""
-    with_parameters = [name for name in names if next(root.get_submodule(name).parameters(), None) is not None]
-    kinds = Counter(_numberless(name) for name in with_parameters)
-    often = sorted(kinds, key=lambda kind: -kinds[kind])[:_EXAMPLES]
-    first = {kind: next(name for name in with_parameters if _numberless(name) == kind) for kind in often}
-    return ", ".join(repr(name) for name in first.values()) or "... but it has none with parameters"
+    """Some names, one for each place in a block: those of feed-forward modules, if any is found."""
+    first: dict[str, str] = {}
+    for name in names:
+        if next(root.get_submodule(name).children(), None) is not None:
+            first.setdefault(_numberless(name), name)
+    fitting = [name for name in first.values() if _has_parameters(root, name) and token_size(root.get_submodule(name))]
+    known = fitting or [name for name in names if _has_parameters(root, name)]
+    return ", ".join(map(repr, known[:_EXAMPLES])) or "... but none of its modules has parameters"
+
+
+def _has_parameters(root: nn.Module, name: str) -> bool:
+    return next(root.get_submodule(name).parameters(), None) is not None
 
 
 def _numberless(name: str) -> str:
@@ -182,3 +187,29 @@ def _layer_of(module: nn.Module, width: int, settings: Upcycle, seed: int) -> Mo
     layer = MoELayer(router, experts, settings.aux_loss, settings.z_loss, settings)
     layer.training = layer.experts.training = router.training = module.training
     return layer
+
+
+def dense_names(layers: Iterable[str], names: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+    """Names of tensors of upcycled layers -> their names in a file of the dense model; empty: there is none.
+
+    Args:
+        layers: names of the layers.
+        names: names of tensors of the upcycled module.
+        stored: names in the file, with or without a prefix. A layer whose router it has is no dense one there.
+    """
+    stored, names, found = set(stored), list(names), dict[str, str]()
+    for layer in layers:
+        if any(_same_but_for_prefix(name, f"{layer}.router.weight") for name in stored):
+            continue
+        for name in names:
+            if name.startswith(f"{layer}.router."):
+                found[name] = ""
+            elif name.startswith(f"{layer}.experts."):
+                rest = name.removeprefix(f"{layer}.experts.").partition(".")[2]
+                found[name] = f"{layer}.{rest}"
+    return found
+
+
+def _same_but_for_prefix(one: str, other: str) -> bool:
+    one, other = (name.replace("_orig_mod.", "") for name in (one, other))  # what torch.compile puts between
+    return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
