@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lnn_lightning.parallel.data.settings import ZeroSettings
-from lnn_lightning.parallel.data.sharding import Sharding
+from lnn_lightning.parallel.data.sharding import Apart, Sharding
 from lnn_lightning.parallel.pipeline.ownership import Ownership
 from lnn_lightning.parallel.step.trace import Trace
 
@@ -26,6 +27,7 @@ def shard_units(
     settings: ZeroSettings,
     group: dist.ProcessGroup,
     reduce_dtype: torch.dtype | None = None,
+    apart: Apart | None = None,
 ) -> Sharding:
     """Shards the units of this rank's stages over the data ranks. Collective over all processes.
 
@@ -39,17 +41,25 @@ def shard_units(
         settings: the stage of ZeRO.
         group: all data ranks.
         reduce_dtype: in which gradients are added up; None: see :func:`reduction_dtype`.
+        apart: parameters of which other ranks hold the same (experts); None: there are none.
     """
-    groups, whole = choose_units(root, names, stages, ownership, trace)
-    sharding = Sharding(root, groups, whole, mesh, settings, group, reduce_dtype)
+    groups, whole = choose_units(root, names, stages, ownership, trace, apart.sizes if apart is not None else {})
+    if apart is not None and apart.mesh.size() == 1:
+        whole |= dict.fromkeys(apart.sizes, "no other rank holds the same experts")
+    sharding = Sharding(root, groups, whole, mesh, settings, group, reduce_dtype, apart)
     sharding.prefetch(trace)
     return sharding
 
 
 def choose_units(
-    root: nn.Module, names: Sequence[str], stages: Sequence[int], ownership: Ownership, trace: Trace
+    root: nn.Module,
+    names: Sequence[str],
+    stages: Sequence[int],
+    ownership: Ownership,
+    trace: Trace,
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[dict[int, list[list[str]]], dict[str, str]]:
-    """What :func:`shard_units` shards.
+    """What :func:`shard_units` shards: its first arguments, and elements of parameters of which ranks have parts.
 
     Returns:
         Stage -> names of the modules to shard, those that are sharded as one together; and names of the parameters that
@@ -57,11 +67,12 @@ def choose_units(
     """
     parameters = dict(root.named_parameters())
     shared = {name for name, where in ownership.tensors.items() if len(where) > 1 and name in parameters}
+    elements = {id(each): sizes.get(name, each.numel()) for name, each in parameters.items()}
     groups = {}
     for stage in stages:
         units = called_pieces(root, [name for name in names if ownership.units[name] == {stage}], trace)
         tied = groups_of(root, units, {id(parameters[name]) for name in shared})
-        groups[stage] = merged(root, tied, trace)
+        groups[stage] = merged(root, tied, trace, elements)
     chosen = [group for stage_groups in groups.values() for group in stage_groups]
     return groups, dict.fromkeys(shared, "several stages hold it") | whole_parameters(root, chosen, trace)
 
@@ -99,7 +110,7 @@ def groups_of(root: nn.Module, units: Sequence[str], apart: set[int]) -> list[li
     return [names for names, _ in groups]
 
 
-def merged(root: nn.Module, groups: list[list[str]], trace: Trace) -> list[list[str]]:
+def merged(root: nn.Module, groups: list[list[str]], trace: Trace, elements: Mapping[int, int]) -> list[list[str]]:
     """Small units that follow each other in the step (embeddings, a norm and the head) are gathered at once.
 
     No group becomes larger than the largest was. Only units called once are merged: a group ends with the call of its
@@ -109,11 +120,12 @@ def merged(root: nn.Module, groups: list[list[str]], trace: Trace) -> list[list[
         root: the module.
         groups: names of the modules to shard, those that share parameters together.
         trace: the traced step.
+        elements: of each parameter, by id: the same on all ranks.
     """
     calls = [call.unit for call in trace.calls]
     once = {name for name, count in Counter(calls).items() if count == 1}
     free = {group[0]: group for group in groups if len(group) == 1 and group[0] in once}
-    sizes = [sum(p.numel() for unit in group for p in root.get_submodule(unit).parameters()) for group in groups]
+    sizes = [sum(elements[id(p)] for unit in group for p in root.get_submodule(unit).parameters()) for group in groups]
     size_of = {group[0]: size for group, size in zip(groups, sizes, strict=True)}
     result = [group for group in groups if group[0] not in free]
     last: list[str] | None = None

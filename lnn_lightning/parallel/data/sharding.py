@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor
 
 from lnn_lightning.parallel.data.settings import ZeroSettings
@@ -32,6 +33,19 @@ from lnn_lightning.parallel.reduction import reduction_dtype
 from lnn_lightning.parallel.step.hooks import keep_inside
 from lnn_lightning.parallel.step.standin import is_stand_in, stand_in_for
 from lnn_lightning.parallel.step.trace import Trace
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Parameters of which other ranks hold the same than of the rest: experts that are spread over ranks.
+
+    Attributes:
+        sizes: elements of each by its first name, as all ranks together have it.
+        mesh: ranks that hold the same as this one.
+    """
+
+    sizes: Mapping[str, int]
+    mesh: DeviceMesh
 
 
 @dataclass
@@ -72,6 +86,7 @@ class Sharding:
         settings: which stage of ZeRO, and when to free whole parameters.
         ranks: all data ranks, also where ``mesh`` has two axes.
         reduce_dtype: in which gradients are added up; None: see :func:`reduction_dtype`.
+        apart: parameters that are sharded over other ranks; None: there are none.
     """
 
     def __init__(
@@ -83,9 +98,10 @@ class Sharding:
         settings: ZeroSettings,
         ranks: dist.ProcessGroup,
         reduce_dtype: torch.dtype | None = None,
+        apart: Apart | None = None,
     ) -> None:
         self.settings, self.whole = settings, dict(whole)
-        self._ranks = ranks
+        self._ranks, self._apart = ranks, apart
         self._used: set[int] = set()
         parameters = dict(root.named_parameters())
         ignored = {parameter for name, parameter in parameters.items() if name in whole or is_stand_in(parameter)}
@@ -95,6 +111,7 @@ class Sharding:
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     places.setdefault(names[id(parameter)], []).append((module, attribute))
+        placement = self._placement(names)
         of_unit: dict[str, str] = {}
         self._units: dict[int, dict[str, FSDPModule]] = {}
         self._roots: dict[int, FSDPModule] = {}
@@ -115,7 +132,7 @@ class Sharding:
                 dtype = parameters[own[0]].dtype
                 wide = reduction_dtype(dtype, reduce_dtype)
                 policy = MixedPrecisionPolicy(reduce_dtype=wide if wide != dtype else None, cast_forward_inputs=False)
-                self._units[stage][unit] = self._shard(modules, mesh, policy, ignored)
+                self._units[stage][unit] = self._shard(modules, mesh, policy, ignored, placement)
             if self._units[stage]:
                 holder = _Holder(
                     [root.get_submodule(name) for unit in self._units[stage] for name in self._members[unit]]
@@ -131,8 +148,21 @@ class Sharding:
         self.by_parameter = {id(shard.parameter): shard for shard in self.shards}
         self.link()
 
+    def _placement(self, names: Mapping[int, str]) -> Callable[[nn.Parameter], Any] | None:
+        """What tells torch over which ranks it is to shard a parameter; None: all over the same."""
+        apart = self._apart
+        if apart is None:
+            return None
+        other = ShardPlacementResult(placement=None, mesh_info=FSDPMeshInfo(apart.mesh, shard_mesh_dim=0))
+        return lambda parameter: other if names.get(id(parameter)) in apart.sizes else None
+
     def _shard(
-        self, modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter]
+        self,
+        modules: list[nn.Module],
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+        ignored: set[nn.Parameter],
+        placement: Callable[[nn.Parameter], Any] | None,
     ) -> FSDPModule:
         before = {key for module in modules for key in (*module._forward_pre_hooks, *module._forward_hooks)}
         fully_shard(
@@ -141,6 +171,7 @@ class Sharding:
             mp_policy=policy,
             ignored_params=ignored,
             reshard_after_forward=self.settings.stage == 3,
+            shard_placement_fn=placement,
         )
         for module in modules:
             for store in ("_forward_pre_hooks", "_forward_hooks"):
@@ -251,9 +282,15 @@ class Sharding:
 
     def _drop_unused(self) -> None:
         """What no data rank has used has no gradient, as on one process."""
-        learning = [shard.parameter for shard in self.shards if shard.parameter.requires_grad]
-        Unused(learning, self._ranks, [id(parameter) not in self._used for parameter in learning]).drop()
+        groups = [self._ranks, *([self._apart.mesh.get_group()] if self._apart is not None else [])]
+        learning = [shard for shard in self.shards if shard.parameter.requires_grad]
+        for group in groups:
+            of_group = [s.parameter for s in learning if self._is_apart(s.name) == (group is not self._ranks)]
+            Unused(of_group, group, [id(parameter) not in self._used for parameter in of_group]).drop()
         self._used.clear()
+
+    def _is_apart(self, name: str) -> bool:
+        return self._apart is not None and name in self._apart.sizes
 
     def gathered(self) -> list[Tensor]:
         """Whole parameters that are here at the moment."""

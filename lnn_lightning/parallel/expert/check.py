@@ -134,14 +134,20 @@ def _run(block: nn.Module, inputs: tuple[Tensor, ...]) -> _Result:
 
 
 def _cut(block: nn.Module, seam: Seam, inner: str, axis: ExpertAxis) -> dict[str, range | None]:
-    """Leaves a copy its share; names within it of expert parameters -> rows of this rank (None: all, if it is here)."""
-    from lnn_lightning.parallel.expert.install import cut_stacked
+    """Leaves a copy its share; names within it of expert parameters -> its rows (None: all of them)."""
+    from lnn_lightning.parallel.expert.install import cut_stacked, drop_others
 
+    prefix = f"{inner}." if inner else ""
+    module = block.get_submodule(inner)
     if seam.kind == "fused":
-        cut_stacked(block.get_submodule(inner), axis, seam.experts)
-        prefix = f"{inner}." if inner else ""
+        cut_stacked(module, axis, seam.experts)
         return {prefix + name.rpartition(".")[2]: axis.span(seam.experts) for name in seam.parameters}
-    raise NotImplementedError
+    own: dict[str, range | None] = {}
+    for index, member in enumerate(seam_of(module).members):
+        here = None if index in axis.span(seam.experts) else range(0)
+        own |= {f"{prefix}{member}.{name}": here for name, _ in module.get_submodule(member).named_parameters()}
+    drop_others(module, seam_of(module).members, axis)
+    return own
 
 
 def _differences(expected: _Result, found: _Result, own: dict[str, range | None], axis: ExpertAxis) -> str:
@@ -158,9 +164,8 @@ def _differences(expected: _Result, found: _Result, own: dict[str, range | None]
             wanted *= axis.scale
             if axis.tensor is not None and not axis.divides_experts:
                 wanted /= axis.tensor.size
-            rows = own[name]
-            if rows is not None:
-                wanted = wanted[rows.start : rows.stop]
+            if (rows := own[name]) is not None:
+                wanted = wanted[rows.start : rows.stop] if rows else None
         pairs.append((f"the gradient of {name!r}", wanted, got))
     scale = max((float(a.double().norm()) for what, a, _ in pairs if a is not None and what != "a result"), default=0.0)
     for what, a, b in pairs:

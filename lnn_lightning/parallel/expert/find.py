@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lnn_lightning.parallel.expert.layer import MoELayer
 from lnn_lightning.parallel.expert.tries import calls_its_experts, is_fused
 from lnn_lightning.parallel.step.standin import is_stand_in
 
@@ -125,8 +126,8 @@ def _fused_seam(name: str, module: nn.Module, known: dict[Any, bool]) -> Seam | 
 def _loop_seam(root: nn.Module, name: str, module: nn.Module, known: dict[Any, bool]) -> Seam | None:
     if isinstance(module, _PARALLEL):
         return None
-    if is_layer(module):
-        count = len(module.experts)  # type: ignore[arg-type]
+    if isinstance(module, MoELayer):
+        count = len(module.experts)
         places = tuple(_join(name, f"experts.{index}") for index in range(count))
         return Seam(name, "loop", count, (), places, _join(name, "experts"), layer=True)
     own = type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward, nn.Module.forward)
@@ -142,26 +143,20 @@ def _loop_seam(root: nn.Module, name: str, module: nn.Module, known: dict[Any, b
             continue
         at = _join(name, key) if key else name
         members = tuple(_join(at, each) for each in keys)
+        named = "expert" in f"{at} {type(root.get_submodule(members[0])).__name__}".lower()
         if has_values(around):
             what = (type(around), key, tuple((each, value.shape) for each, value in around.named_parameters()))
             if what not in known:
-                known[what] = calls_its_experts(around, [root.get_submodule(each) for each in members], widths)
+                known[what] = calls_its_experts(around, [root.get_submodule(each) for each in members], widths, named)
             if not known[what]:
                 continue
-        elif "expert" not in f"{at} {type(root.get_submodule(members[0])).__name__}".lower():
+        elif not named:
             continue  # cannot be tried, and nothing says that these are experts
         return Seam(name, "loop", len(keys), (), members, at)
     return None
 
 
 _WITHOUT_FORWARD = (nn.ModuleList.forward, nn.ModuleDict.forward)
-
-
-def is_layer(module: nn.Module) -> bool:
-    """Whether a module is the mixture of experts that ``upcycle`` puts in place of a dense one."""
-    return any(
-        each.__name__ == "MoELayer" and each.__module__.startswith("lnn_lightning.") for each in type(module).__mro__
-    )
 
 
 def _equal_members(container: nn.Module) -> list[str] | None:

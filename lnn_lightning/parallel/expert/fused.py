@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import handle_torch_function
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.expert.capacity import capacity_of, within_capacity
 from lnn_lightning.parallel.expert.dispatch import run_experts
 from lnn_lightning.parallel.expert.find import call_names
-from lnn_lightning.parallel.expert.seam import SeamState, seam_of
+from lnn_lightning.parallel.expert.seam import SeamState, seam_of, without_values
 from lnn_lightning.parallel.step.remember import remembered
 from lnn_lightning.parallel.tensor.modules import Forward, is_suspended, own_forward
 from lnn_lightning.parallel.tensor.sharded import is_sharded
@@ -50,7 +49,7 @@ def _on_values(
         is_sharded(each) for each in given
     ):  # a function without a rule gets the wholes, and the planner hears of it
         return handle_torch_function(_on_values, given, module, forward, *given)
-    if any(isinstance(each, FakeTensor) or each.is_meta for each in given):
+    if any(without_values(each) for each in given):
         return without_data(hidden, index, weights, stacked)
     state = seam_of(module)
     if is_suspended() or not state.is_active:
@@ -74,9 +73,10 @@ def _shared_out(
     kept = chosen = remembered(lambda: index.reshape(rows.shape[0], -1))
     if state.capacity_factor is not None:
         room = capacity_of(rows.shape[0], state.experts, chosen.shape[1], state.capacity_factor)
-        kept = remembered(lambda: within_capacity(chosen, factors, state.experts, room))
-    state.count(chosen, kept if kept is not chosen else None, module.training)
-    if axis.size == 1 and axis.group is None and kept is chosen:
+        kept = remembered(lambda: within_capacity(chosen, factors.detach(), state.experts, room))
+    if module.training:
+        state.count(chosen, kept if kept is not chosen else None)
+    if axis.size == 1 and axis.tensor is None and kept is chosen:
         return forward(hidden, index, weights)
     compute = partial(_run_local, module, state, forward, factors.dtype)
     bad = f"{state.name!r} was given weights of experts that are not finite: its router has overflowed, or its input"

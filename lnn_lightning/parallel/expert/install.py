@@ -17,7 +17,7 @@ from lnn_lightning.parallel.expert.axis import ExpertAxis
 from lnn_lightning.parallel.expert.check import check_seam
 from lnn_lightning.parallel.expert.find import Seam, find_seams
 from lnn_lightning.parallel.expert.fused import fused_forward
-from lnn_lightning.parallel.expert.seam import SeamState, seam_of
+from lnn_lightning.parallel.expert.seam import SeamState, loop_forward, seam_of
 from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors, replace_tensors, stand_in_for
 from lnn_lightning.parallel.tensor.axis import reduced_shape
 from lnn_lightning.parallel.tensor.install import blank_of, remembers_whole
@@ -37,9 +37,10 @@ def prepare_seams(root: nn.Module) -> list[Seam]:
         module = root.get_submodule(seam.name)
         if seam.layer or "lnn_seam" in vars(module):
             continue
-        vars(module)["lnn_seam"] = SeamState(seam.name, seam.experts)
-        if seam.kind == "fused":
-            take_forward(module, fused_forward)
+        inside = len(seam.name) + 1 if seam.name else 0
+        members = tuple(member[inside:] for member in seam.members)
+        vars(module)["lnn_seam"] = SeamState(seam.name, seam.experts, members)
+        take_forward(module, fused_forward if seam.kind == "fused" else loop_forward)
     return seams
 
 
@@ -244,10 +245,7 @@ class ExpertSharding:
         if seam.kind == "fused":
             cut_stacked(module, self.axis, seam.experts)
             return
-        here = self.axis.span(seam.experts)
-        for index, member in enumerate(seam.members):
-            if index not in here:
-                replace_tensors(self.root.get_submodule(member), lambda _, tensor: stand_in_for(tensor))
+        drop_others(self.root, seam.members, self.axis)
 
 
 def is_spread(module: nn.Module) -> bool:
@@ -265,6 +263,14 @@ def cut_stacked(module: nn.Module, axis: ExpertAxis, experts: int) -> None:
         parameter.data = parameter.data[here.start : here.stop].clone(memory_format=torch.contiguous_format)
         if remembers_whole(parameter):
             module._parameters[key] = nn.Parameter(parameter.data, parameter.requires_grad)
+
+
+def drop_others(root: nn.Module, members: Sequence[str], axis: ExpertAxis) -> None:
+    """Leaves only the names and shapes of experts that live on other ranks."""
+    here = axis.span(len(members))
+    for index, member in enumerate(members):
+        if index not in here:
+            replace_tensors(root.get_submodule(member), lambda _, tensor: stand_in_for(tensor))
 
 
 def _warn(message: str) -> None:

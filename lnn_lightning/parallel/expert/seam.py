@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.expert.axis import ExpertAxis
+from lnn_lightning.parallel.expert.loop import run_loop
 from lnn_lightning.parallel.step.remember import in_second_run
+from lnn_lightning.parallel.step.tree import tree_tensors
+from lnn_lightning.parallel.tensor.modules import Forward, is_suspended, own_forward
+from lnn_lightning.parallel.tensor.sharded import wholes
 
 
 @dataclass(eq=False)
@@ -20,6 +26,7 @@ class SeamState:
     Attributes:
         name: of the module, for people.
         experts: how many there are on all ranks.
+        members: names within the module of experts that are modules of their own, in order.
         axis: who holds which; None: all are here, and the module does what it always did.
         capacity_factor: see :class:`~.settings.ExpertParallel`.
         load: rows sent to each expert since the last reading, before any are dropped; made at the first call.
@@ -30,6 +37,7 @@ class SeamState:
 
     name: str
     experts: int
+    members: tuple[str, ...] = ()
     axis: ExpertAxis | None = None
     capacity_factor: float | None = None
     load: Tensor | None = None
@@ -42,7 +50,8 @@ class SeamState:
         return {**vars(self), "axis": None, "copied": self.copied or self.axis is not None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SeamState:
-        made = memo[id(self)] = SeamState(self.name, self.experts, self.axis, self.capacity_factor, copied=self.copied)
+        made = replace(self, load=None, dropped=None, guard=None)
+        memo[id(self)] = made
         return made
 
     @property
@@ -56,9 +65,9 @@ class SeamState:
         return self.axis is not None
 
     @torch.no_grad()
-    def count(self, index: Tensor, kept: Tensor | None, training: bool) -> None:
-        """Adds up where tokens go; without waiting for the device, and not again in a recomputation."""
-        if not training or in_second_run():
+    def count(self, index: Tensor, kept: Tensor | None = None) -> None:
+        """Adds up where tokens go; without waiting for the device, and not again where a block runs again."""
+        if in_second_run() or torch._C._current_graph_task_id() != -1 or self.guard is not None:
             return
         numbers = torch.arange(self.experts, device=index.device)
         load = (index.reshape(-1, 1) == numbers).sum(0)
@@ -80,3 +89,25 @@ class SeamState:
 def seam_of(module: nn.Module) -> SeamState:
     """The state of a module that is a seam."""
     return vars(module)["lnn_seam"]
+
+
+def loop_forward(self: nn.Module, before: Forward, *args: Any, **kwargs: Any) -> Any:
+    """``forward`` of a module that calls its experts in a loop."""
+    forward, state = own_forward(self, before), seam_of(self)
+    if is_suspended() or not state.is_active or any(without_values(each) for each in tree_tensors((args, kwargs))):
+        return forward(*args, **kwargs)
+    args, kwargs = wholes((args, kwargs))
+    return _run(self, state, forward, args, kwargs)
+
+
+@torch.compiler.disable
+def _run(module: nn.Module, state: SeamState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    experts = [module.get_submodule(name) for name in state.members]
+    note = state.count if module.training else None
+    assert state.axis is not None
+    return run_loop(module, forward, experts, state.axis, args, kwargs, name=state.name, note=note, guard=state.guard)
+
+
+def without_values(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape alone."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta

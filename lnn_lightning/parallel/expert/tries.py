@@ -88,8 +88,11 @@ def close(got: Tensor, wanted: Tensor, dtype: torch.dtype, factor: float = 1.0) 
     return bool((got - wanted).abs().max() <= bound)
 
 
-def calls_its_experts(module: nn.Module, members: Sequence[nn.Module], widths: Sequence[int]) -> bool:
-    """Whether a module, given tokens, calls members on some of them each, none on what another one made."""
+def calls_its_experts(module: nn.Module, members: Sequence[nn.Module], widths: Sequence[int], named: bool) -> bool:
+    """Whether a module, given tokens, calls members on some of them each, none on what another one made.
+
+    Members that are called ``experts`` (``named``) may be given all of them.
+    """
     like = next(module.parameters())
     for width in widths:
         for shape in ((2, _TOKENS, width), (2 * _TOKENS, width)):
@@ -99,8 +102,7 @@ def calls_its_experts(module: nn.Module, members: Sequence[nn.Module], widths: S
                 except Exception:  # noqa: BLE001 - it wants something else
                     continue
             if calls and not any(chained for _, chained in calls):
-                if any(rows < 2 * _TOKENS for rows, _ in calls):
-                    return True
+                return named or any(rows < 2 * _TOKENS for rows, _ in calls)
     return False
 
 

@@ -14,10 +14,10 @@ from torch import nn
 from lnn_lightning.parallel.data.choice import shard_units
 from lnn_lightning.parallel.data.replicate import refuse_renormalised
 from lnn_lightning.parallel.data.settings import ZeroSettings
-from lnn_lightning.parallel.data.sharding import Sharding
+from lnn_lightning.parallel.data.sharding import Apart, Sharding
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.exchange import agree
-from lnn_lightning.parallel.layout import DATA, TENSOR
+from lnn_lightning.parallel.layout import DATA, EXPERT_DATA, TENSOR
 from lnn_lightning.parallel.pipeline.division import divide, plan_tensor
 from lnn_lightning.parallel.pipeline.ownership import find_ownership
 from lnn_lightning.parallel.pipeline.partition import partition
@@ -91,11 +91,16 @@ def set_up(engine: PipelineEngine, kind: str, step: Step, batch: Any, training: 
 
 def shard_engine(engine: PipelineEngine, settings: ZeroSettings) -> Sharding:
     """Shards the units of an engine's stages over the data ranks. Collective over all processes."""
+    residence, experts = engine.residence, engine.mesh.experts
+    apart = None
+    if residence.expert is not None and experts is not None:
+        sizes = {name: residence.expert.whole_shape(name).numel() for name in residence.expert.names}
+        apart = Apart(sizes, experts[EXPERT_DATA])
     made = shard_units(
         *(engine.root, engine.book.units.names, engine.stages, engine.ownership, engine.first_trace),
-        *(engine.mesh.sharding, settings, engine.mesh.group(DATA), engine.settings.reduce_dtype),
+        *(engine.mesh.sharding, settings, engine.mesh.group(DATA), engine.settings.reduce_dtype, apart),
     )
-    engine.residence.sharding = made
+    residence.sharding = made
     engine.book.whole_shapes = made.whole_shapes
     return made
 

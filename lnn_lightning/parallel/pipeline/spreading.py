@@ -26,6 +26,8 @@ def find_experts(root: nn.Module, mesh: Mesh, settings: ExpertParallel | None) -
     """
     capacity = settings.capacity_factor if settings is not None else None
     if mesh.experts is None and capacity is None and (settings is None or settings.upcycle is None):
+        if mesh.size(TENSOR) > 1:  # so that the layers around experts can be divided
+            prepare_seams(root)
         return []
     seams = prepare_seams(root)
     size = mesh.layout.expert_parallel_size

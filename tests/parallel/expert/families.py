@@ -69,7 +69,7 @@ def switch(experts: int = 4) -> nn.Module:
     from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
     torch.manual_seed(0)
-    return SwitchTransformersForConditionalGeneration(
+    model = SwitchTransformersForConditionalGeneration(
         SwitchTransformersConfig(
             vocab_size=64,
             d_model=16,
@@ -82,8 +82,13 @@ def switch(experts: int = 4) -> nn.Module:
             num_sparse_decoder_layers=1,
             expert_capacity=64,
             dropout_rate=0.0,
+            router_jitter_noise=0.0,
         )
     )
+    for module in model.modules():
+        if hasattr(module, "expert_capacity"):
+            module.dtype = torch.float64  # it casts its weights to this
+    return model
 
 
 class LLaMAMoE(nn.Module):
