@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lnn_lightning.parallel.expert.axis import ExpertAxis
+from lnn_lightning.parallel.expert.cuts import Cuts, divide_fused, divide_loop
 from lnn_lightning.parallel.expert.find import Seam, router_widths, token_widths
 from lnn_lightning.parallel.expert.seam import seam_of
 from lnn_lightning.parallel.expert.tries import made_up, made_up_choices, undisturbed
 from lnn_lightning.parallel.step.tree import tree_tensors
+from lnn_lightning.parallel.tensor.axis import Spec, take_part
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}  # some blocks compute a part in fp32 whatever they are given
 _NARROW_TOLERANCE = 5e-2
@@ -29,7 +31,7 @@ Inputs = tuple[tuple[Tensor, ...], tuple[int, ...]]
 """Arguments of a call, and the places of those that gradients are wanted of."""
 
 
-def check_seam(root: nn.Module, seam: Seam, axis: ExpertAxis, device: torch.device | None) -> str:
+def check_seam(root: nn.Module, seam: Seam, axis: ExpertAxis, cuts: Cuts, device: torch.device | None) -> str:
     """What is wrong with a seam once its experts are shared out; empty if nothing is. Collective over the ranks.
 
     Copies are tried, on made-up values that differ from rank to rank.
@@ -48,23 +50,23 @@ def check_seam(root: nn.Module, seam: Seam, axis: ExpertAxis, device: torch.devi
             inputs, expected = _first_that_runs(whole, seam, inner, axis)
         except Exception as error:  # noqa: BLE001 - told to the user
             problem = f"it cannot be run on made-up values to check it ({type(error).__name__}: {error})"
-        if problem := _agreed(problem, axis, device):
+        if problem := _agreed(problem, axis):
             return problem
         assert expected is not None
         del whole
         divided = copy.deepcopy(block).to(device)
         state = seam_of(divided.get_submodule(inner))
         state.axis, state.guard = axis, []
-        own = _cut(divided, seam, inner, axis)
+        own = _divide(divided, seam, inner, axis, cuts)
         found = None
         try:
             found = _run(divided, inputs)
         except Exception as error:  # noqa: BLE001 - told to the user
             problem = f"shared out, it fails ({type(error).__name__}: {error})"
-        if problem := _agreed(problem or next(iter(state.guard), ""), axis, device):
+        if problem := _agreed(problem or next(iter(state.guard), ""), axis):
             return problem
         assert found is not None
-        return _agreed(_differences(expected, found, own, axis), axis, device)
+        return _agreed(_differences(expected, found, own, axis), axis)
 
 
 @dataclass
@@ -72,7 +74,7 @@ class _Result:
     outputs: list[Tensor]
     inputs: list[Tensor | None]
     parameters: dict[str, Tensor | None]
-    shapes: dict[str, Tensor]
+    values: dict[str, Tensor]
 
 
 def _seed(axis: ExpertAxis, device: torch.device) -> int:
@@ -133,39 +135,60 @@ def _run(block: nn.Module, inputs: tuple[Tensor, ...]) -> _Result:
     )
 
 
-def _cut(block: nn.Module, seam: Seam, inner: str, axis: ExpertAxis) -> dict[str, range | None]:
-    """Leaves a copy its share; names within it of expert parameters -> its rows (None: all of them)."""
-    from lnn_lightning.parallel.expert.install import cut_stacked, drop_others
+@dataclass(frozen=True)
+class _Part:
+    """A rank's part of an expert parameter: rows of the stack (None: all), and of each expert."""
 
+    rows: range | None
+    spec: Spec | None
+
+    def of(self, whole: Tensor, axis: ExpertAxis) -> Tensor | None:
+        """The part of a whole gradient; None: the expert lives elsewhere."""
+        if self.rows is not None and not self.rows:
+            return None
+        part = whole if self.rows is None else whole[self.rows.start : self.rows.stop]
+        if self.spec is None or axis.tensor is None:
+            return part
+        return take_part(part, self.spec, axis.tensor.size, axis.tensor.rank)
+
+
+def _divide(block: nn.Module, seam: Seam, inner: str, axis: ExpertAxis, cuts: Cuts) -> dict[str, _Part]:
+    """Leaves a copy its share; expert parameters by their names within it."""
     prefix = f"{inner}." if inner else ""
-    module = block.get_submodule(inner)
+    module, here = block.get_submodule(inner), axis.span(seam.experts)
+    state = seam_of(module)
     if seam.kind == "fused":
-        cut_stacked(module, axis, seam.experts)
-        return {prefix + name.rpartition(".")[2]: axis.span(seam.experts) for name in seam.parameters}
-    own: dict[str, range | None] = {}
-    for index, member in enumerate(seam_of(module).members):
-        here = None if index in axis.span(seam.experts) else range(0)
-        own |= {f"{prefix}{member}.{name}": here for name, _ in module.get_submodule(member).named_parameters()}
-    drop_others(module, seam_of(module).members, axis)
+        state.once = cuts.once
+        divide_fused(module, seam.experts, axis, cuts)
+        return {
+            prefix + key: _Part(here, cuts.specs.get(key))
+            for key, each in module._parameters.items()
+            if each is not None
+        }
+    own: dict[str, _Part] = {}
+    for index, member in enumerate(state.members):
+        for name, _ in module.get_submodule(member).named_parameters():
+            own[f"{prefix}{member}.{name}"] = _Part(None if index in here else range(0), cuts.specs.get(name))
+    divide_loop(module, state.members, axis, cuts)
     return own
 
 
-def _differences(expected: _Result, found: _Result, own: dict[str, range | None], axis: ExpertAxis) -> str:
+def _differences(expected: _Result, found: _Result, own: dict[str, _Part], axis: ExpertAxis) -> str:
     if [each.shape for each in expected.outputs] != [each.shape for each in found.outputs]:
         return "shared out, it returns values of other shapes"
     pairs: list[tuple[str, Tensor | None, Tensor | None]] = []
     pairs += [("a result", a, b) for a, b in zip(expected.outputs, found.outputs, strict=True)]
     pairs += [("the gradient of an input", a, b) for a, b in zip(expected.inputs, found.inputs, strict=True)]
-    for name, value in expected.shapes.items():
+    for name, value in expected.values.items():
         wanted, got = expected.parameters[name], found.parameters[name]
         if name in own:
             wanted = torch.zeros_like(value) if wanted is None else wanted.clone()
-            dist.all_reduce(wanted, group=axis.group)
+            if axis.size > 1:
+                dist.all_reduce(wanted, group=axis.group)
             wanted *= axis.scale
             if axis.tensor is not None and not axis.divides_experts:
                 wanted /= axis.tensor.size
-            if (rows := own[name]) is not None:
-                wanted = wanted[rows.start : rows.stop] if rows else None
+            wanted = own[name].of(wanted, axis)
         pairs.append((f"the gradient of {name!r}", wanted, got))
     scale = max((float(a.double().norm()) for what, a, _ in pairs if a is not None and what != "a result"), default=0.0)
     for what, a, b in pairs:
@@ -180,8 +203,12 @@ def _differences(expected: _Result, found: _Result, own: dict[str, range | None]
     return ""
 
 
-def _agreed(problem: str, axis: ExpertAxis, device: torch.device) -> str:
+def _agreed(problem: str, axis: ExpertAxis) -> str:
     """The first problem that any rank has."""
-    everyones: list[Any] = [None] * axis.size
-    dist.all_gather_object(everyones, problem, group=axis.group)
-    return next((each for each in everyones if each), "")
+    groups = [axis.group] if axis.size > 1 else []
+    groups += [axis.tensor.group] if axis.tensor is not None else []
+    for group in groups:
+        everyones: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyones, problem, group=group)
+        problem = next((each for each in everyones if each), "")
+    return problem

@@ -8,7 +8,7 @@ comes back is linear in them, as the module was when it was found.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.overrides import handle_torch_function
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.expert.capacity import capacity_of, within_capacity
+from lnn_lightning.parallel.expert.cuts import replaced_parameters, shares
 from lnn_lightning.parallel.expert.dispatch import run_experts
 from lnn_lightning.parallel.expert.find import call_names
 from lnn_lightning.parallel.expert.seam import SeamState, seam_of, without_values
@@ -63,16 +64,17 @@ def _shared_out(
 ) -> Tensor:
     assert (axis := state.axis) is not None
     rows = hidden.reshape(-1, hidden.shape[-1])
-    if index.shape != weights.shape or index.shape[:-1].numel() != rows.shape[0]:
+    if index.shape != weights.shape or index.shape[:-1].numel() != len(rows):
         raise StepError(
             f"{state.name!r} holds experts that are shared out over ranks: it must be called with an expert and a "
             f"weight for each choice of each token, got {list(index.shape)} experts and {list(weights.shape)} weights "
             f"for {rows.shape[0]} tokens."
         )
-    factors = weights.reshape(rows.shape[0], -1)
-    kept = chosen = remembered(lambda: index.reshape(rows.shape[0], -1))
+    tokens, choices = rows.shape[0], index.shape[-1]
+    factors = weights.reshape(tokens, choices)
+    kept = chosen = remembered(lambda: index.reshape(tokens, choices))
     if state.capacity_factor is not None:
-        room = capacity_of(rows.shape[0], state.experts, chosen.shape[1], state.capacity_factor)
+        room = capacity_of(tokens, state.experts, choices, state.capacity_factor)
         kept = remembered(lambda: within_capacity(chosen, factors.detach(), state.experts, room))
     if module.training:
         state.count(chosen, kept if kept is not chosen else None)
@@ -82,7 +84,7 @@ def _shared_out(
     bad = f"{state.name!r} was given weights of experts that are not finite: its router has overflowed, or its input"
     problem = (f"{bad} has.", ~factors.isfinite().all())
     found = run_experts(rows, kept.reshape(-1).long(), state.experts, axis, compute, problem=problem)
-    found = found.view(rows.shape[0], -1, found.shape[-1]) * factors.unsqueeze(-1)
+    found = found.view(tokens, choices, found.shape[-1]) * factors.unsqueeze(-1)
     return found.sum(1).to(hidden.dtype).view(hidden.shape)
 
 
@@ -102,7 +104,7 @@ def _run_local(
     local = torch.repeat_interleave(numbers, output_size=rows.shape[0]).unsqueeze(1)
     ones = torch.ones(local.shape, dtype=dtype, device=rows.device)
     try:
-        with _counting(module, state.experts, len(counts)):
+        with _counting(module, state.experts, len(counts)), _sharing(module, state):
             return forward(rows, local, ones).to(rows.dtype)
     except Exception as error:
         if state.guard is None:
@@ -126,6 +128,12 @@ def _counting(module: nn.Module, experts: int, local: int) -> Iterator[None]:
     finally:
         for name in numbers:
             vars(module)[name] = experts
+
+
+def _sharing(module: nn.Module, state: SeamState) -> AbstractContextManager[None]:
+    if not state.once or state.axis is None or state.axis.tensor is None:
+        return nullcontext()
+    return replaced_parameters(module, shares(module, state.once, state.axis.tensor.size))
 
 
 class _Nothing(torch.autograd.Function):

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from lnn_lightning.parallel.errors import LayoutError
 from lnn_lightning.parallel.expert.axis import ExpertAxis
 from lnn_lightning.parallel.expert.check import check_seam
+from lnn_lightning.parallel.expert.cuts import Cuts, divide_fused, divide_loop, expert_cuts, fused_cuts
 from lnn_lightning.parallel.expert.find import Seam, find_seams
 from lnn_lightning.parallel.expert.fused import fused_forward
 from lnn_lightning.parallel.expert.seam import SeamState, loop_forward, seam_of
-from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors, replace_tensors, stand_in_for
-from lnn_lightning.parallel.tensor.axis import reduced_shape
-from lnn_lightning.parallel.tensor.install import blank_of, remembers_whole
+from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors
+from lnn_lightning.parallel.tensor.axis import Spec, join_parts, reduced_shape, spans_of_part, take_part
+from lnn_lightning.parallel.tensor.check import agreed_failures
+from lnn_lightning.parallel.tensor.install import blank_of
 from lnn_lightning.parallel.tensor.modules import sharding_suspended, take_forward
 
 Runs = list[tuple[int, int, int]]
@@ -79,6 +81,8 @@ class ExpertSharding:
         self._shapes: dict[str, torch.Size] = {}
         self._experts: dict[str, int] = {}
         self._owners: dict[str, int] = {}
+        self._cuts: dict[str, Cuts] = {}
+        self._specs: dict[str, Spec] = {}
         for seam in self.seams:
             if seam.experts < axis.size:
                 raise LayoutError(
@@ -88,19 +92,36 @@ class ExpertSharding:
         self._note_names()
 
     def install(self) -> None:
-        """Checks the seams and cuts their parameters in place. Collective over the expert ranks."""
-        verdicts: dict[Any, str] = {}
-        for seam in list(self.seams):
-            module = self.root.get_submodule(seam.name)
-            if (reason := self._reason_against(seam, module, verdicts)) is None:
-                continue
-            self.left[seam.name] = reason
-            self.seams.remove(seam)
-            _warn(f"The experts of {seam.name!r} are not shared out, every rank holds all of them: {reason}.")
+        """Checks the seams and cuts their parameters in place. Collective over all ranks.
+
+        Raises:
+            LayoutError: experts are to be divided over tensor ranks, and there is no way to (on all ranks).
+        """
+        verdicts: dict[Any, tuple[Cuts, str]] = {}
+        failed, impossible = {}, {}
+        for seam in self.seams:
+            try:
+                if (reason := self._reason_against(seam, self.root.get_submodule(seam.name), verdicts)) is not None:
+                    failed[seam.name] = reason
+            except LayoutError as error:
+                impossible[seam.name] = str(error)
+        if self._is_spread:
+            failed, impossible = agreed_failures(failed), agreed_failures(impossible)
+        if impossible:
+            raise LayoutError(next(iter(impossible.values())))
+        self.left = failed
+        self.seams = [seam for seam in self.seams if seam.name not in failed]
+        for reason in dict.fromkeys(failed.values()):
+            names = ", ".join(repr(name) for name, each in failed.items() if each == reason)
+            _warn(f"The experts of {names} are not shared out, every rank holds all of them: {reason}.")
         self._note_names()
         gc.collect()  # graphs of the traced step would remember the whole shapes
         for seam in self.seams:
             self._share_out(seam)
+
+    @property
+    def _is_spread(self) -> bool:
+        return self.axis.size > 1 or (self.axis.tensor is not None and self.axis.divides_experts)
 
     def lives_here(self, name: str) -> bool:
         """Whether this rank has a parameter or a part of it; not so for experts that are modules of their own."""
@@ -108,14 +129,17 @@ class ExpertSharding:
 
     def is_divided(self, name: str) -> bool:
         """Whether each rank has a part of a parameter."""
-        return name in self._experts and self.axis.size > 1
+        return (name in self._experts and self.axis.size > 1) or name in self._specs
 
     def spans(self, name: str) -> list[tuple[int, Runs]]:
         """The divided dimensions of a parameter, and where this rank's part of it lies in the whole."""
-        if not self.is_divided(name):
-            return []
-        here = self.axis.span(self._experts[name])
-        return [(0, [(0, here.start, len(here))])]
+        found: list[tuple[int, Runs]] = []
+        if name in self._experts and self.axis.size > 1:
+            here = self.axis.span(self._experts[name])
+            found.append((0, [(0, here.start, len(here))]))
+        if (spec := self._specs.get(name)) is not None and self.axis.tensor is not None:
+            found.append((spec.dim, spans_of_part(spec, self.axis.tensor.size, self.axis.tensor.rank)))
+        return found
 
     def whole_shape(self, name: str) -> torch.Size:
         """Shape of the whole of an expert parameter."""
@@ -124,43 +148,43 @@ class ExpertSharding:
     def local_shape(self, name: str) -> torch.Size:
         """Shape of this rank's part of it."""
         shape = self._shapes[name]
-        if not self.is_divided(name):
-            return shape
-        return torch.Size((len(self.axis.span(self._experts[name])), *shape[1:]))
+        if name in self._experts and self.axis.size > 1:
+            shape = torch.Size((len(self.axis.span(self._experts[name])), *shape[1:]))
+        if (spec := self._specs.get(name)) is not None and self.axis.tensor is not None:
+            shape = torch.Size(spec.part_shape(shape, self.axis.tensor.size))
+        return shape
 
     def whole(self, name: str, value: Tensor) -> Tensor:
         """The whole of a parameter, gradient or state of this name from its parts. Collective over the expert ranks.
 
         Of experts that are modules of their own it comes from the rank that has it; elsewhere only the shape and dtype
-        of ``value`` matter.
+        of ``value`` matter. Over the tensor ranks too, where each expert is divided over them.
         """
-        if self.axis.size == 1:
+        value = value.detach()
+        is_part = value.shape == self.local_shape(name)
+        if (owner := self._owners.get(name)) is not None and self.axis.size > 1:
+            is_part = is_part or value.shape == self._shapes[name]
+            value = self._from_owner(value, owner, self.local_shape(name) if is_part else value.shape)
+        if not is_part or not self.is_divided(name):
             return value
-        if (owner := self._owners.get(name)) is not None:
-            made = value.detach().clone() if owner == self.axis.rank else torch.empty_like(value, requires_grad=False)
-            made = (
-                made.contiguous()
-                if owner == self.axis.rank
-                else torch.empty(made.shape, dtype=made.dtype, device=made.device)
-            )
-            dist.broadcast(made, group=self.axis.group, group_src=owner)
-            return made
-        if not self.is_divided(name) or value.shape != self.local_shape(name):
-            return value
-        counts = self.axis.counts(self._experts[name])
-        most = max(counts)
-        padded = value.detach().new_zeros((most, *value.shape[1:]))
-        padded[: value.shape[0]] = value.detach()
-        parts = padded.new_empty((self.axis.size, *padded.shape))
-        dist.all_gather_single(parts.view(-1), padded.view(-1), group=self.axis.group)
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        if (spec := self._specs.get(name)) is not None and self.axis.tensor is not None:
+            value = join_parts(self.axis.tensor.all_gather(value), spec)
+        if name in self._experts and self.axis.size > 1:
+            value = self._from_all(value, self.axis.counts(self._experts[name]))
+        return value
 
     def local(self, name: str, whole: Tensor, reduced: Sequence[int] = ()) -> Tensor:
         """This rank's part of a whole parameter, gradient or state of this name (one element along reduced dims)."""
-        if not self.is_divided(name) or 0 in reduced or whole.shape != reduced_shape(self._shapes[name], reduced):
+        if not self.is_divided(name) or whole.shape != reduced_shape(self._shapes[name], reduced):
             return whole
-        here = self.axis.span(self._experts[name])
-        return whole[here.start : here.stop].clone(memory_format=torch.contiguous_format)
+        part = whole
+        if name in self._experts and self.axis.size > 1 and 0 not in reduced:
+            here = self.axis.span(self._experts[name])
+            part = part[here.start : here.stop]
+        spec, tensor = self._specs.get(name), self.axis.tensor
+        if spec is not None and tensor is not None and spec.dim not in reduced:
+            part = take_part(part, spec, tensor.size, tensor.rank)
+        return whole if part is whole else part.clone(memory_format=torch.contiguous_format)
 
     def loads(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Seam -> rows sent to each of its experts by this rank since the last reading, and rows dropped."""
@@ -176,42 +200,79 @@ class ExpertSharding:
         """For tracing: divided parameters have their whole shape inside (no data), and modules their own forward."""
         saved: list[tuple[dict[str, Any], str, Any]] = []
         try:
-            for seam in self.seams if self.axis.size > 1 else ():
-                store = self.root.get_submodule(seam.name)._parameters
-                for name in seam.parameters:
-                    parameter, key = store[name.rpartition(".")[2]], name.rpartition(".")[2]
-                    if parameter is None or parameter.shape == self._shapes[name]:  # it lives elsewhere
-                        continue
-                    saved.append((store, key, parameter))
-                    store[key] = blank_of(parameter, tuple(self._shapes[name]))  # type: ignore[assignment]
+            for name in self.names:
+                owner, _, key = name.rpartition(".")
+                store = self.root.get_submodule(owner)._parameters
+                parameter = store.get(key)
+                if parameter is None or parameter.shape == self._shapes[name]:  # a buffer, or it lives elsewhere
+                    continue
+                saved.append((store, key, parameter))
+                store[key] = blank_of(parameter, tuple(self._shapes[name]))  # type: ignore[assignment]
             with sharding_suspended():
                 yield
         finally:
             for store, key, parameter in saved:
                 store[key] = parameter
 
+    def _from_owner(self, value: Tensor, owner: int, shape: torch.Size) -> Tensor:
+        if owner == self.axis.rank:
+            made = value.clone(memory_format=torch.contiguous_format)
+        else:
+            made = torch.empty(shape, dtype=value.dtype, device=value.device)
+        dist.broadcast(made, group=self.axis.group, group_src=owner)
+        return made
+
+    def _from_all(self, value: Tensor, counts: Sequence[int]) -> Tensor:
+        padded = value.new_zeros((max(counts), *value.shape[1:]))
+        padded[: value.shape[0]] = value
+        parts = padded.new_empty((self.axis.size, *padded.shape))
+        dist.all_gather_single(parts.view(-1), padded.view(-1), group=self.axis.group)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
     def _note_names(self) -> None:
-        tensors = dict(named_tensors(self.root))
-        self._shapes, self._experts, self._owners = {}, {}, {}
+        self._shapes, self._experts, self._owners, self._specs = {}, {}, {}, {}
         for seam in self.seams:
+            specs = self._cuts.get(seam.name, Cuts()).specs
+            for holder in seam.members or (seam.name,):
+                self._specs |= {f"{holder}.{name}" if holder else name: spec for name, spec in specs.items()}
             for name in seam.parameters:
-                self._shapes[name], self._experts[name] = tensors[name].shape, seam.experts
+                self._shapes[name], self._experts[name] = self.root.get_parameter(name).shape, seam.experts
             for index, member in enumerate(seam.members):
                 owner = next(rank for rank in range(self.axis.size) if index in self.axis.span(seam.experts, rank))
                 for name, tensor in named_tensors(self.root.get_submodule(member)):
                     self._shapes[f"{member}.{name}"], self._owners[f"{member}.{name}"] = tensor.shape, owner
         self.names = frozenset(self._shapes)
 
-    def _reason_against(self, seam: Seam, module: nn.Module, verdicts: dict[Any, str]) -> str | None:
+    def _reason_against(self, seam: Seam, module: nn.Module, verdicts: dict[Any, tuple[Cuts, str]]) -> str | None:
         """Why a seam must be left alone; None if it can be shared out."""
         if shared := self._shared_name(seam):
             return f"{shared!r} is used in more than one place"
-        if self.axis.size == 1 or seam.layer or self._is_elsewhere(seam):
+        if self._is_elsewhere(seam):
             return None
         kind = (type(module), tuple((name, each.shape, each.dtype) for name, each in module.named_parameters()))
         if kind not in verdicts:
-            verdicts[kind] = check_seam(self.root, seam, self.axis, self.device)
-        return verdicts[kind] or None
+            cuts = self._cuts_of(seam, module)
+            checked = self._is_spread and not seam.layer
+            verdicts[kind] = cuts, check_seam(self.root, seam, self.axis, cuts, self.device) if checked else ""
+        self._cuts[seam.name], reason = verdicts[kind]
+        return reason or None
+
+    def _cuts_of(self, seam: Seam, module: nn.Module) -> Cuts:
+        """How each expert of a seam is divided over the tensor ranks."""
+        if self.axis.tensor is None or not self.axis.divides_experts:
+            return Cuts()
+        size = self.axis.tensor.size
+        if seam.kind == "fused":
+            cuts = fused_cuts(module, size)
+        else:
+            cuts = expert_cuts(self.root.get_submodule(seam.members[0]), size)
+        if cuts is None:
+            raise LayoutError(
+                f"The experts of {seam.name!r} cannot be divided over {size} tensor ranks: no way to cut their weights "
+                "gives parts whose results add up to the whole's (their inner size must be a multiple, and nothing but "
+                "their matrices may depend on it). Leave `tensor_parallel=False`: tensor ranks then hold whole experts."
+            )
+        return cuts
 
     def _shared_name(self, seam: Seam) -> str | None:
         """An expert parameter that is registered in several places."""
@@ -240,37 +301,20 @@ class ExpertSharding:
         else:
             state = seam_of(module)
             state.axis, state.capacity_factor = self.axis, self.capacity_factor
-        if self.axis.size == 1 or self._is_elsewhere(seam):
+        cuts = self._cuts.get(seam.name, Cuts())
+        if self._is_elsewhere(seam) or (self.axis.size == 1 and not cuts.specs):
             return
         if seam.kind == "fused":
-            cut_stacked(module, self.axis, seam.experts)
-            return
-        drop_others(self.root, seam.members, self.axis)
+            seam_of(module).once = cuts.once
+            divide_fused(module, seam.experts, self.axis, cuts)
+        else:
+            divide_loop(self.root, seam.members, self.axis, cuts)
 
 
 def is_spread(module: nn.Module) -> bool:
     """Whether experts of any sub-module have been shared out."""
     states = [vars(each).get("lnn_seam") for each in module.modules()]
     return any(state is not None and state.axis is not None for state in states)
-
-
-def cut_stacked(module: nn.Module, axis: ExpertAxis, experts: int) -> None:
-    """Leaves this rank's rows of stacked parameters; the parameter objects stay if nothing remembers their shape."""
-    here = axis.span(experts)
-    for key, parameter in list(module._parameters.items()):
-        if parameter is None:
-            continue
-        parameter.data = parameter.data[here.start : here.stop].clone(memory_format=torch.contiguous_format)
-        if remembers_whole(parameter):
-            module._parameters[key] = nn.Parameter(parameter.data, parameter.requires_grad)
-
-
-def drop_others(root: nn.Module, members: Sequence[str], axis: ExpertAxis) -> None:
-    """Leaves only the names and shapes of experts that live on other ranks."""
-    here = axis.span(len(members))
-    for index, member in enumerate(members):
-        if index not in here:
-            replace_tensors(root.get_submodule(member), lambda _, tensor: stand_in_for(tensor))
 
 
 def _warn(message: str) -> None:

@@ -33,6 +33,7 @@ class SeamState:
         dropped: rows that found no place since then.
         copied: it was unpickled: its experts are part of a whole that is not here.
         guard: while it is checked: what the module's own code raised; others do not wait for this rank in vain.
+        once: whole parameters of which each tensor rank adds its share, where each expert is divided over them.
     """
 
     name: str
@@ -44,6 +45,7 @@ class SeamState:
     dropped: Tensor | None = None
     copied: bool = False
     guard: list[str] | None = None
+    once: frozenset[str] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
         """Ranks cannot be written to a file."""

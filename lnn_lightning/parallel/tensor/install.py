@@ -224,7 +224,7 @@ def remembers_whole(parameter: nn.Parameter) -> bool:
         return False
     with torch.inference_mode(False), torch.enable_grad():
         node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    return node._input_metadata[0].shape != parameter.shape  # type: ignore[union-attr]
+    return tuple(node._input_metadata[0].shape) != tuple(parameter.shape)  # type: ignore[union-attr]
 
 
 def _checksum(value: Tensor) -> Tensor:
