@@ -114,8 +114,10 @@ def _run_recorded(
         expert = torch.empty(0, dtype=torch.int64, device=device)
     if note is not None and recorder.problem is None:
         note(expert)
+    elsewhere = f"{recorder.name!r} cannot run its experts; what is wrong is said where it is"
+    problem = recorder.problem or elsewhere, torch.tensor(recorder.problem is not None)
     compute = partial(_run_local, recorder, axis, each, result)
-    return run_experts(values, expert, len(recorder.experts), axis, compute, problem=recorder.problem)
+    return run_experts(values, expert, len(recorder.experts), axis, compute, problem=problem)
 
 
 def _run_local(
@@ -181,8 +183,8 @@ class _Replay:
         raise StepError(
             f"{recorder.name!r} holds experts that are shared out over ranks, so its code runs twice a call, and it "
             f"is not deterministic. In the second run {what}, in the first one {before}. Random numbers must come from "
-            "the global generators of torch, numpy and Python or from those that modules keep as attributes, and what it "
-            "changes must be attributes or buffers of its modules."
+            "the global generators of torch, numpy and Python or from those that modules keep as attributes, and what "
+            "it changes must be attributes or buffers of its modules."
         )
 
 

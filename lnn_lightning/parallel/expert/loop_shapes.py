@@ -174,7 +174,8 @@ def _tie(mode: FakeTensorMode, values: Sequence[Any]) -> Tensor:
     with mode:
         tie: Any = 0.0
         for value in values:
-            if isinstance(value, Tensor) and value.is_floating_point():
+            plain = type(value) in (Tensor, nn.Parameter) and not value.is_meta
+            if (plain or isinstance(value, FakeTensor)) and value.is_floating_point():
                 tie = tie + value.sum() * 0
         return torch.as_tensor(tie)
 

@@ -98,10 +98,16 @@ def _restore_attributes(module: nn.Module, before: dict[str, tuple[Any, Any]]) -
         del now[name]
     for name, (value, items) in before.items():
         now[name] = value
-        if items is None or (len(items) == len(value) and all(a is b for a, b in zip(items, value, strict=True))):
+        if items is None or _has_items(value, items):
             continue
         value.clear()
         value.extend(items) if isinstance(value, list) else value.update(items)
+
+
+def _has_items(value: Any, items: Any) -> bool:
+    """Whether a list or dict has just these items, the same objects."""
+    pairs = ((value, items), (value.values(), items.values())) if isinstance(value, dict) else ((value, items),)
+    return len(value) == len(items) and all(a is b for one, other in pairs for a, b in zip(one, other, strict=True))
 
 
 def _function_caches(root: nn.Module) -> set[Any]:
