@@ -65,7 +65,7 @@ def test_load_of_the_experts_is_logged(runs: Path) -> None:
         assert len(columns["moe/load_max"]) == 4 and all(1 < value <= experts for value in columns["moe/load_max"])
         assert set(columns["moe/dropped"]) == {0}
         assert (runs / name / "version_0/moe_load.svg").is_file()
-    assert all(0.01 <= value < 0.08 for value in logged(runs / "gpt_upcycled")["moe/aux_loss"])
+    assert all(0.005 < value < 0.08 for value in logged(runs / "gpt_upcycled")["moe/aux_loss"])
 
 
 def test_checkpoints_have_whole_experts(runs: Path) -> None:
