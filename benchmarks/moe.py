@@ -43,8 +43,21 @@ from lnn_lightning.parallel.expert.routing import Routing
 from lnn_lightning.parallel.expert.settings import Gate
 from tests.helpers.ranks import run_ranks
 
-Layer = Callable[[Tensor], tuple[Tensor, Tensor]]
+Run = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Tokens [N, width] to results and the loss for balance."""
+
+Layer = tuple[Run, nn.Module]
+"""A contestant, and where its parameters are."""
+
+
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    # Memory that is freed is kept, as on an accelerator: tensors above 32 MB would be mapped anew each time.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_ARENA_MAX": "1",
+}
+"""Of the ranks."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +171,7 @@ def deepspeed_layer(settings: Settings) -> Layer:
         out, balance, _ = layer(x)
         return out, balance
 
-    return run
+    return run, layer
 
 
 def fairscale_layer(settings: Settings) -> Layer:
@@ -172,7 +185,7 @@ def fairscale_layer(settings: Settings) -> Layer:
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         return layer(x.view(settings.experts, -1, settings.width)).flatten(0, 1), layer.l_aux
 
-    return run
+    return run, layer
 
 
 # ------------------------------------------------------------------------------------------------ ours
@@ -194,7 +207,7 @@ def our_layer(settings: Settings, gate: Gate) -> Layer:
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         return layer(x), routings.pop().losses["balance"]
 
-    return run
+    return run, layer
 
 
 def mixtral_block(settings: Settings, divided: bool) -> Layer:
@@ -222,7 +235,7 @@ def mixtral_block(settings: Settings, divided: bool) -> Layer:
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         return block(x[None])[0], x.new_zeros(())
 
-    return run
+    return run, block
 
 
 CONTESTANTS: dict[str, Callable[[Settings], Layer]] = {
@@ -281,9 +294,13 @@ def counted() -> Iterator[list[int]]:
         dist.all_to_all_single = original
 
 
-def step(run: Layer, x: Tensor) -> tuple[Tensor, float]:
+def tokens_of(rank: int, settings: Settings) -> Tensor:
+    x = torch.randn(settings.tokens, settings.width, generator=torch.Generator().manual_seed(10 + rank))
+    return x.requires_grad_()
+
+
+def step(run: Run, x: Tensor) -> tuple[Tensor, float]:
     """Forward and backward; the result, and when the forward was over."""
-    x = x.detach().requires_grad_()
     out, balance = run(x)
     middle = time.perf_counter()
     (out.square().mean() + 0.01 * balance).backward()
@@ -299,17 +316,19 @@ def measure(rank: int, world_size: int, settings: Settings) -> Found:
             layers[name] = CONTESTANTS[name](settings)
         except ImportError as error:
             found.missing[name] = str(error)
-    x = torch.randn(settings.tokens, settings.width, generator=torch.Generator().manual_seed(10 + rank))
-    for name, run in layers.items():
+    x = tokens_of(rank, settings)
+    for name, (run, _) in layers.items():
         with counted() as bytes_forward:
-            out, _ = run(x.detach().requires_grad_())
+            out, _ = run(x)
         found.results[name] = out.detach()
         with counted() as bytes_both:
             step(run, x)
         found.sent[name] = bytes_forward[0], bytes_both[0] - bytes_forward[0]
         found.forward[name], found.both[name], found.busy[name] = [], [], []
     for index in range(settings.rounds + 1):
-        for name, run in layers.items():
+        for name, (run, module) in layers.items():
+            x.grad = None
+            module.zero_grad()
             dist.barrier()
             start, busy_before = time.perf_counter(), time.process_time()
             _, middle = step(run, x)
@@ -324,8 +343,8 @@ def measure(rank: int, world_size: int, settings: Settings) -> Found:
 def profile(rank: int, world_size: int, settings: Settings) -> str:
     """Runs on each rank: the functions of our own steps, most expensive first."""
     name = settings.contestants[0]
-    run = CONTESTANTS[name](settings)
-    x = torch.randn(settings.tokens, settings.width, generator=torch.Generator().manual_seed(10 + rank))
+    run, _ = CONTESTANTS[name](settings)
+    x = tokens_of(rank, settings)
     step(run, x)
     profiler = cProfile.Profile()
     with profiler if rank == 0 else contextlib.nullcontext():
@@ -403,8 +422,8 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="+", help="the first, second, ... table alone")
     parser.add_argument("--profile", action="store_true", help="where our own time goes")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     for width in options.width:
         chosen = tables(width, rounds=5 if options.quick else 15)
         for index in options.only or range(1, len(chosen) + 1):

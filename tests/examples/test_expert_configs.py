@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from examples import generate
 from lnn_lightning.checkpoint import load_full_state_dict
 from lnn_lightning.cli import main
 from tests.helpers.ranks import launch_ranks
@@ -76,6 +77,11 @@ def test_checkpoints_have_whole_experts(runs: Path) -> None:
     assert upcycled["blocks.1.mlp.router.weight"].shape == (8, 16)
     experts = [upcycled[f"blocks.1.mlp.experts.{index}.0.weight"] for index in range(8)]
     assert len({expert.sum().item() for expert in experts}) == 8
+
+
+def test_upcycled_writes(runs: Path) -> None:
+    model = generate.build(*generate.load(generate.find_checkpoint(runs / "gpt_upcycled")))
+    assert len(generate.generate(model, b"print(", 8)) == 8
 
 
 def test_says_what_the_mixtral_needs(monkeypatch: pytest.MonkeyPatch) -> None:
