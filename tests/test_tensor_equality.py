@@ -46,7 +46,7 @@ LEAST_SHARE: dict[str, float] = {
     **dict.fromkeys(_CONVOLUTIONS, 0.0),
     **dict.fromkeys(_ONE_LAYER_BLOCKS, 0.1),
     **dict.fromkeys(("sequential", "no_trunk", "in_place", "auto_encoder", "lstm"), 0.1),
-    **{"temperature": 0.0, "diffusion_unet": 0.0, "hf_mixtral": 0.02, "moe": 0.02, "ways_by_length": 0.02},
+    **{"temperature": 0.0, "diffusion_unet": 0.0, "hf_mixtral": 0.15, "moe": 0.02, "ways_by_length": 0.02},
     **{"module_dict_trunk": 0.04, "nested_lists": 0.06, "wrapped": 0.09, "learnt_loss_weight": 0.2},
     **{"masked_logits": 0.2, "conformer": 0.5, "einsum_attention": 0.6, "t5_bias": 0.6, "shared_bias": 0.6},
     **{"gradient_hooks": 0.015, "hf_falcon": 0.79},

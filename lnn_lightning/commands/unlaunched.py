@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lnn_lightning.memory.recompute import Recompute, recompute_extension
 from lnn_lightning.parallel.errors import LayoutError
+from lnn_lightning.parallel.expert.upcycle import upcycle
 from lnn_lightning.parallel.layout import Layout, Mesh, resolve_layout
 from lnn_lightning.parallel.step.extension import StepExtension
 from lnn_lightning.parallel.step.units import Units
@@ -68,6 +69,8 @@ def predict_memory(
     layout = resolve_layout(trainer.num_nodes * trainer.num_devices, **strategy._sizes)
     strategy._mesh = _FirstPlace(layout)
     batch = _set_up(trainer, strategy, module, datamodule, loaders)
+    if (expert := strategy._settings.expert) is not None and expert.upcycle is not None:
+        upcycle(module, expert.upcycle)
     strategy.precision_plugin = mesh_precision(strategy.precision_plugin, MeshAgreement())
     strategy.precision_plugin.convert_module(module)
     module.train()

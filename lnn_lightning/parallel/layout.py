@@ -74,6 +74,16 @@ class Layout:
         return ranks // (self.expert_parallel_size * self.expert_tensor_size)
 
     @property
+    def spreads_experts(self) -> bool:
+        """Whether no rank has all experts whole."""
+        return self.expert_parallel_size > 1 or self.expert_tensor_size > 1
+
+    def expert_place(self, data: int, tensor: int) -> tuple[int, int]:
+        """Place among the ranks that hold the same experts, and among those that share them out."""
+        place = data if self.divides_experts else data * self.tensor_parallel_size + tensor
+        return divmod(place, self.expert_parallel_size)
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """Sizes in the order of the axes."""
         return (self.pipeline_parallel_size, self.data_parallel_size, self.tensor_parallel_size)
@@ -161,7 +171,7 @@ class Mesh:
         """Builds the device mesh. Collective over all processes; the default process group must exist."""
         mesh = init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES)
         experts = None
-        if layout.expert_parallel_size > 1 or layout.expert_tensor_size > 1:
+        if layout.spreads_experts:
             sizes = layout.expert_data_size, layout.expert_parallel_size, layout.expert_tensor_size
             names = (PIPELINE, EXPERT_DATA, EXPERT, EXPERT_TENSOR)
             folded = init_device_mesh(device_type, (layout.pipeline_parallel_size, *sizes), mesh_dim_names=names)

@@ -13,12 +13,15 @@ from torch.optim import Optimizer
 
 from lnn_lightning.parallel.data.choice import choose_units
 from lnn_lightning.parallel.data.settings import ZeroSettings
+from lnn_lightning.parallel.expert.axis import ExpertAxis
+from lnn_lightning.parallel.expert.install import ExpertSharding
 from lnn_lightning.parallel.layout import Layout
 from lnn_lightning.parallel.pipeline.division import plan_tensor
 from lnn_lightning.parallel.pipeline.engine import PipelineSettings
 from lnn_lightning.parallel.pipeline.ownership import Ownership, find_ownership
 from lnn_lightning.parallel.pipeline.partition import partition
 from lnn_lightning.parallel.pipeline.plans import PlanBook
+from lnn_lightning.parallel.pipeline.spreading import find_experts
 from lnn_lightning.parallel.pipeline.stage import can_split
 from lnn_lightning.parallel.step.batch import batch_size_of, split_batch
 from lnn_lightning.parallel.step.extension import StepExtension
@@ -132,13 +135,16 @@ def predict(
         sharded = planned.sharded(pipeline, zero)
         for data in range(layout.data_parallel_size):
             place = data % layout.shard_size
-            tensors = planned.held(pipeline, kept, sharded, place)
+            experts = planned.experts_of(data)
+            tensors = planned.held(pipeline, kept, sharded, place, experts)
             parameters = {name: each for name, each in tensors.items() if name in planned.parameters}
             learning = [each for each in parameters.values() if each.learns]
             by_id = {id(planned.parameters[name]): each for name, each in parameters.items()}
             dealt = (place, layout.shard_size) if zero.stage > 0 and layout.shard_size > 1 else None
+            same = layout.expert_data_size
+            experts_dealt = (experts.place, same) if experts is not None and zero.stage > 0 else None
             try:
-                state = optimizer_bytes(optimizers, by_id, dealt, copies)
+                state = optimizer_bytes(optimizers, by_id, dealt, copies, experts_dealt)
             except RuntimeError as error:
                 state = 0
                 notes.append(f"Optimizer state is not in it: {error}.")
@@ -154,6 +160,19 @@ def predict(
                 )
             )
     return Prediction(ranks, planned.microbatches, list(dict.fromkeys(notes)))
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """Experts of a rank.
+
+    Attributes:
+        sharding: says which, and how large its parts are.
+        place: among the ranks that hold the same.
+    """
+
+    sharding: ExpertSharding
+    place: int
 
 
 class _Planned:
@@ -175,6 +194,7 @@ class _Planned:
         self.microbatch = split_batch(batch, self.microbatches)[0]
         stages = self.placement.num_stages
         self.units = find_units(root, stages, settings.split_points)
+        self.seams = find_experts(root, layout, settings.expert)
         book = PlanBook(root, self.units, stages, observer)
         self.trace: Trace = book.trace(step, self.microbatch)
         sizes = {name: parameter.numel() for name, parameter in root.named_parameters()}
@@ -189,6 +209,7 @@ class _Planned:
         with torch.enable_grad():
             self.plan: Plan = book.cut_plan(self.trace, stage_of, device)
         self.parameters = dict(root.named_parameters())
+        self._of_ranks: dict[int, ExpertSharding] = {}
 
     def count(
         self, step: Callable[[Any], Any], observer: StepObserver, extensions: Sequence[StepExtension]
@@ -244,7 +265,29 @@ class _Planned:
                     found[names[id(parameter)]] = number
         return found
 
-    def held(self, pipeline: int, kept: KeptBytes | None, sharded: Mapping[str, int], place: int) -> dict[str, Held]:
+    def experts_of(self, data: int) -> _Experts | None:
+        """The experts on a data rank, where experts are spread; of its tensor ranks one that has the most of them."""
+        if not self.seams or not self.layout.spreads_experts:
+            return None
+        size = self.layout.tensor_parallel_size
+        places = [self.layout.expert_place(data, tensor) for tensor in range(size)]
+        same, rank = min(places, key=lambda place: place[1])  # the first ranks have one more
+        if rank not in self._of_ranks:
+            tensor = TensorAxis(size, 0) if size > 1 else None
+            axis = ExpertAxis(
+                self.layout.expert_parallel_size, rank, tensor=tensor, divides_experts=self.layout.divides_experts
+            )
+            self._of_ranks[rank] = ExpertSharding(self.root, self.seams, axis)
+        return _Experts(self._of_ranks[rank], same)
+
+    def held(
+        self,
+        pipeline: int,
+        kept: KeptBytes | None,
+        sharded: Mapping[str, int],
+        place: int,
+        experts: _Experts | None,
+    ) -> dict[str, Held]:
         """Parameters and buffers on a rank, by their first names."""
         stages = set(self.placement.stages_of(pipeline))
         used = kept.used if kept is not None else None
@@ -255,16 +298,26 @@ class _Planned:
                 continue
             shared = len({self.placement.rank_of(stage) for stage in owners}) > 1
             learns = name in self.parameters and tensor.requires_grad and (used is None or name in used or shared)
+            if experts is not None and name in experts.sharding.names:
+                if experts.sharding.lives_here(name):
+                    shards = self.layout.expert_data_size if name in sharded else 1
+                    part = experts.sharding.local_shape(name)
+                    found[name] = held(tensor, learns, shards, experts.place, part, apart=True)
+                continue
             found[name] = held(tensor, learns, self.layout.shard_size if name in sharded else 1, place)
         return found
 
     def communicated(self, parameters: Mapping[str, Held], sharded: Mapping[str, int], zero: ZeroSettings) -> int:
         """Whole parameters and gradients of ZeRO's units, and the buckets of gradients that data ranks average."""
-        buckets = 0
-        if self.layout.data_parallel_size > 1:
-            buckets = sum(each.bytes for each in parameters.values() if each.learns and not each.sharded)
+        reduced = [self.layout.data_parallel_size > 1, self.layout.expert_data_size > 1]
+        whole_ones = [each for each in parameters.values() if each.learns and not each.sharded]
+        buckets = sum(each.bytes for each in whole_ones if reduced[each.apart])
         groups: dict[int, int] = {}
         for name, number in sharded.items():
+            if (
+                name not in parameters or not parameters[name].sharded
+            ):  # an expert that is another rank's, or this one's
+                continue
             groups[number] = groups.get(number, 0) + parameters[name].whole_bytes
         if not groups:
             return buckets

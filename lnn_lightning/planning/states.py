@@ -35,6 +35,7 @@ class Held:
         whole_bytes: of the whole (or the tensor rank's part), as it is while its unit runs.
         sharded: data ranks hold different rows.
         learns: it gets a gradient.
+        apart: an expert: those that hold the same one share it out among them, not all data ranks.
     """
 
     shape: tuple[int, ...]
@@ -43,17 +44,23 @@ class Held:
     whole_bytes: int
     sharded: bool = False
     learns: bool = False
+    apart: bool = False
 
 
-def held(tensor: Tensor, learns: bool, shards: int = 1, rank: int = 0) -> Held:
-    """What data rank ``rank`` holds of a tensor that is cut into so many shards by its rows (one: it is not)."""
-    shape, size = tuple(tensor.shape), tensor.dtype.itemsize
+def held(
+    tensor: Tensor, learns: bool, shards: int = 1, rank: int = 0, part: Sequence[int] | None = None, apart: bool = False
+) -> Held:
+    """What data rank ``rank`` holds of a tensor that is cut into so many shards by its rows (one: it is not).
+
+    ``part``: the shape of what is cut, if that is not all of it.
+    """
+    shape, size = tuple(tensor.shape if part is None else part), tensor.dtype.itemsize
     whole = prod(shape) * size
     if shards == 1:
-        return Held(shape, tensor.dtype, whole, whole, learns=learns)
+        return Held(shape, tensor.dtype, whole, whole, learns=learns, apart=apart)
     rows, inner = -(-shape[0] // shards), shape[1:]
     here = (span_of(shape[0], rank, shards)[1], *inner)
-    return Held(here, tensor.dtype, rows * prod(inner) * size, whole, True, learns)
+    return Held(here, tensor.dtype, rows * prod(inner) * size, whole, True, learns, apart)
 
 
 def optimizer_bytes(
@@ -61,6 +68,7 @@ def optimizer_bytes(
     held_here: Mapping[int, Held],
     dealt_to: tuple[int, int] | None,
     copies: Copies = None,
+    experts_dealt_to: tuple[int, int] | None = None,
 ) -> int:
     """Bytes of optimizer state on a rank, after the first step.
 
@@ -71,21 +79,25 @@ def optimizer_bytes(
         held_here: ``id`` of the parameters on this rank -> what it holds of them.
         dealt_to: this rank's place among those that share out what is whole, and their number; None: nobody does.
         copies: fp32 copies of half-precision parameters that optimizers work on; what is kept counts.
+        experts_dealt_to: as ``dealt_to``, for what is apart.
 
     Raises:
         RuntimeError: an optimizer cannot step on tensors without data.
     """
     total = 0
     for optimizer in optimizers:
-        loads = [0] * (dealt_to[1] if dealt_to is not None else 1)
+        circles = [(place or (0, 1), [0] * (place[1] if place else 1)) for place in (dealt_to, experts_dealt_to)]
         pieces: dict[int, Tensor] = {}
         groups: list[list[Tensor]] = []
         in_parts = isinstance(optimizer, KnowsCuts)  # it has empty ones too
         for group in optimizer.param_groups:
             here = [p for p in group["params"] if id(p) in held_here]
             whole = [p for p in here if not held_here[id(p)].sharded]
-            owners = deal([prod(held_here[id(p)].shape) for p in whole], loads)
-            mine = {id(p) for p, owner in zip(whole, owners, strict=True) if dealt_to is None or owner == dealt_to[0]}
+            mine: set[int] = set()
+            for apart, ((place, _), loads) in enumerate(circles):
+                dealt = [p for p in whole if held_here[id(p)].apart == bool(apart)]
+                owners = deal([prod(held_here[id(p)].shape) for p in dealt], loads)
+                mine |= {id(p) for p, owner in zip(dealt, owners, strict=True) if owner == place}
             kept: list[Tensor] = []
             for parameter in group["params"]:
                 what = held_here.get(id(parameter))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lnn_lightning.parallel.step.standin import is_stand_in
+from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors
 from tests.zoo import ZOO, Case
 
 SEED = 7
@@ -43,6 +43,8 @@ class Result:
     """`trainer.callback_metrics`."""
     divided: float = 0.0
     """Share of the parameters that the tensor ranks have a part of each."""
+    spread: float = 0.0
+    """Share of the experts' elements that is here; 0 if there is a block whose experts are not spread."""
 
 
 def build(case: Case) -> pl.LightningModule:
@@ -197,12 +199,22 @@ def train_with_trainer(
         state={name: value.detach().cpu().clone() for name, value in state.items()} if rank == 0 else {},
         metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
         divided=divided_share(strategy.engine.residence.tensor, module),
+        spread=_spread_share(strategy.engine.residence.expert, module),
     )
 
 
 def train_all(rank: int, world_size: int, jobs: list[tuple[str, dict[str, Any], Run]]) -> list[Result]:
     """Runs in `launch_ranks`: several trainings one after the other, each of (case, layout, run)."""
     return [train_with_trainer(rank, world_size, name, layout, run) for name, layout, run in jobs]
+
+
+def _spread_share(expert: Any, module: pl.LightningModule) -> float:
+    if expert is None or expert.left or not expert.names:
+        return 0.0
+    tensors = dict(named_tensors(module))
+    here = [tensors[name] for name in expert.names if not is_stand_in(tensors[name])]
+    held = sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).numel() for tensor in here)
+    return held / sum(expert.whole_shape(name).numel() for name in expert.names)
 
 
 def divided_share(tensor: Any, module: pl.LightningModule) -> float:

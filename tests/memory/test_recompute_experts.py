@@ -133,7 +133,8 @@ def _equal_on_tensor_ranks(rank: int, world_size: int) -> None:
     for divides in (False, True):
         group, alone = dist.group.WORLD, dist.new_group([rank], use_local_synchronization=True)
         tensor = TensorAxis(world_size, rank, group)
-        axis = ExpertAxis(1 if divides else 2, 0 if divides else rank, alone if divides else group, 2.0, tensor, divides)
+        place = (1, 0, alone) if divides else (world_size, rank, group)
+        axis = ExpertAxis(*place, 2.0, tensor, divides)
         results = [_outcome(0, way, EXPERTS, [7], "input", axis)[0] for way in (plain, *WAYS[:3])]
         for got in results[1:]:
             pairs = zip(results[0], got, strict=True)

@@ -47,6 +47,7 @@ def run_experts(
     compute: Compute,
     *,
     problem: Problem | None = None,
+    anew: bool = False,
 ) -> Tensor:
     """What the experts of all ranks make of this rank's tokens. Collective over the expert ranks.
 
@@ -62,6 +63,7 @@ def run_experts(
             and place) and the number of rows of each, gives [rows, its width]. It is called without rows too.
         problem: why this rank cannot go on, if so: all ranks raise it together. A text with a tensor on the device is
             looked at along with the counts, so the host waits once.
+        anew: ranks tell each other in recomputations too; otherwise a rank has the problems of its first run there.
 
     Returns:
         [tokens * choices, width that ``compute`` gave]: zeros in rows that no expert got.
@@ -69,7 +71,7 @@ def run_experts(
     Raises:
         StepError: a rank has a problem, or some ranks compute gradients and some do not.
     """
-    return run_experts_beside(values, expert, experts, axis, compute, lambda: None, problem=problem)[0]
+    return run_experts_beside(values, expert, experts, axis, compute, lambda: None, problem=problem, anew=anew)[0]
 
 
 def run_experts_beside(
@@ -81,6 +83,7 @@ def run_experts_beside(
     meanwhile: Callable[[], T],
     *,
     problem: Problem | None = None,
+    anew: bool = False,
 ) -> tuple[Tensor, T]:
     """As :func:`run_experts`; ``meanwhile`` runs while the tokens are on their way, and its result comes along.
 
@@ -89,15 +92,15 @@ def run_experts_beside(
     choices = _choices(values, expert)
     expert = expert.long()
     if axis.tensor is None or not len(values):
-        return _run(values, expert, choices, experts, axis, compute, meanwhile, problem)
+        return _run(values, expert, choices, experts, axis, compute, meanwhile, problem, anew)
     if axis.divides_experts:
         values = enter(values, axis.tensor)
-        partial, beside = _run(values, expert, choices, experts, axis, compute, meanwhile, problem)
+        partial, beside = _run(values, expert, choices, experts, axis, compute, meanwhile, problem, anew)
         return reduce(partial, axis.tensor), beside
     tokens = Spec(0, (len(values),))
     mine = scatter(values, axis.tensor, tokens)
     expert = _part(expert.view(-1, choices), len(mine), axis.tensor.rank).flatten()
-    part, beside = _run(mine, expert, choices, experts, axis, compute, meanwhile, problem)
+    part, beside = _run(mine, expert, choices, experts, axis, compute, meanwhile, problem, anew)
     whole = gather(part.reshape(len(mine), -1), axis.tensor, tokens)
     return whole.view(tokens.total * choices, -1), beside
 
@@ -111,10 +114,11 @@ def _run(
     compute: Compute,
     meanwhile: Callable[[], T],
     problem: Problem | None,
+    anew: bool,
 ) -> tuple[Tensor, T]:
     key, order = torch.where((expert >= 0) & (expert < experts), expert, experts).sort(stable=True)
     bounds = torch.searchsorted(key, torch.arange(experts + 1, device=key.device))
-    routing = _agree(bounds.diff(), values, axis, problem)
+    routing = _agree(bounds.diff(), values, axis, problem, anew)
     kept = sum(routing.route.send)
     there, back, holes = order[:kept], _inverse(order), kept < len(expert)
 
@@ -138,7 +142,9 @@ def _run(
 
 def _compute(compute: Compute, rows: Tensor, counts: list[int], axis: ExpertAxis) -> Tensor:
     with ExitStack() as stack:
-        if axis.tensor is not None:  # ranks with other rows draw numbers of their own, and as many as they like
+        if axis.tensor is not None:
+            # Random numbers of a rank's own where it has other rows; the same ones for parts of the same expert. Either
+            # way the tensor ranks go on alike, whatever was drawn inside.
             place = 0 if axis.divides_experts else axis.tensor.rank
             stack.enter_context(forked_as(place))
             stack.enter_context(forked_rng(rows.device, place))
@@ -180,7 +186,7 @@ class _Routing:
         return order, _inverse(order)
 
 
-def _agree(counts: Tensor, values: Tensor, axis: ExpertAxis, problem: Problem | None) -> _Routing:
+def _agree(counts: Tensor, values: Tensor, axis: ExpertAxis, problem: Problem | None, anew: bool = False) -> _Routing:
     """Exchanges how many rows there are for each expert, and what else ranks must know; the host waits here."""
     size, most = axis.size, -(-len(counts) // axis.size)
     text, bad = problem if isinstance(problem, tuple) else (problem, problem is not None)
@@ -188,7 +194,7 @@ def _agree(counts: Tensor, values: Tensor, axis: ExpertAxis, problem: Problem | 
     flags = [(bad != 0).long().view(1)] if isinstance(bad, Tensor) else [counts.new_full((1,), bad)]
     flags += [counts.new_full((1,), flag) for flag in (gradients, gradients and values.requires_grad)]
     told = torch.cat([_by_rank(counts, axis, most), torch.cat(flags).expand(size, -1)], 1)
-    arriving, mine, theirs, table = _exchange_counts(told, axis)
+    arriving, mine, theirs, table = _exchange_counts(told, axis, (lambda make: make()) if anew else remembered)
     _refuse(axis, text, [row[most] for row in theirs])
     _refuse_mixed(axis, [row[most + 1] for row in theirs])
     local = len(axis.span(len(counts)))
@@ -203,11 +209,11 @@ def _agree(counts: Tensor, values: Tensor, axis: ExpertAxis, problem: Problem | 
 
 
 def _exchange_counts(
-    told: Tensor, axis: ExpertAxis
+    told: Tensor, axis: ExpertAxis, remember: Callable[[Callable[[], Tensor]], Tensor]
 ) -> tuple[Tensor, list[list[int]], list[list[int]], list[list[int]] | None]:
     """What other ranks tell this one, a row each; on the host what it tells, what it is told, and who sends whom."""
     if axis.size == 1:
-        mine = remembered(told.cpu).tolist()
+        mine = remember(told.cpu).tolist()
         return told, mine, mine, None
     size = told.nbytes // axis.size * (axis.size - 1)
 
@@ -223,11 +229,11 @@ def _exchange_counts(
         return everything
 
     # a recomputation neither asks the other ranks again nor has the host wait
-    others = remembered(heard)
+    others = remember(heard)
     if axis.hosts is None:
-        mine, theirs = remembered(lambda: torch.stack([told, others]).cpu()).tolist()
+        mine, theirs = remember(lambda: torch.stack([told, others]).cpu()).tolist()
         return others, mine, theirs, None
-    numbers = remembered(others.cpu).tolist()
+    numbers = remember(others.cpu).tolist()
     theirs = [rows[axis.rank] for rows in numbers]
     table = [[sum(row[:-_FLAGS]) for row in rows] for rows in numbers]
     return others[:, axis.rank], numbers[axis.rank], theirs, table

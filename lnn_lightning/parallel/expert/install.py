@@ -18,30 +18,40 @@ from lnn_lightning.parallel.expert.check import check_seam
 from lnn_lightning.parallel.expert.cuts import Cuts, divide_fused, divide_loop, expert_cuts, fused_cuts
 from lnn_lightning.parallel.expert.find import Seam, find_seams
 from lnn_lightning.parallel.expert.fused import fused_forward
+from lnn_lightning.parallel.expert.recording import loop_state
 from lnn_lightning.parallel.expert.seam import SeamState, loop_forward, seam_of
 from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors
 from lnn_lightning.parallel.tensor.axis import Spec, join_parts, reduced_shape, spans_of_part, take_part
 from lnn_lightning.parallel.tensor.check import agreed_failures
 from lnn_lightning.parallel.tensor.install import blank_of
 from lnn_lightning.parallel.tensor.modules import sharding_suspended, take_forward
+from lnn_lightning.parallel.tensor.plan import KEPT_WHOLE
 
 Runs = list[tuple[int, int, int]]
 """Runs of (first in the part, first in the whole, length)."""
 
 
-def prepare_seams(root: nn.Module) -> list[Seam]:
+def prepare_seams(root: nn.Module, loops: bool = True) -> list[Seam]:
     """Finds the experts of a model and takes their modules' ``forward`` over, which goes on as before for now.
 
-    To be called before the step is traced: experts answer there by shape, as their real way depends on data.
+    To be called before the step is traced: stacked experts answer there by shape, as their real way depends on data.
+
+    Args:
+        root: the module, whole.
+        loops: also those that are modules of their own, which tensor ranks then leave whole; these are traced anyway.
     """
-    seams = find_seams(root)
+    seams = [seam for seam in find_seams(root) if loops or seam.kind == "fused"]
     for seam in seams:
+        for member in seam.members:
+            vars(root.get_submodule(member))[KEPT_WHOLE] = True
         module = root.get_submodule(seam.name)
         if seam.layer or "lnn_seam" in vars(module):
             continue
         inside = len(seam.name) + 1 if seam.name else 0
         members = tuple(member[inside:] for member in seam.members)
         vars(module)["lnn_seam"] = SeamState(seam.name, seam.experts, members)
+        if seam.kind == "loop":
+            loop_state(module)  # before a trace, which removes the attributes it makes
         take_forward(module, fused_forward if seam.kind == "fused" else loop_forward)
     return seams
 

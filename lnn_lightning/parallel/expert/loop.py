@@ -117,7 +117,7 @@ def _run_recorded(
     elsewhere = f"{recorder.name!r} cannot run its experts; what is wrong is said where it is"
     problem = recorder.problem or elsewhere, torch.tensor(recorder.problem is not None)
     compute = partial(_run_local, recorder, axis, each, result)
-    return run_experts(values, expert, len(recorder.experts), axis, compute, problem=problem)
+    return run_experts(values, expert, len(recorder.experts), axis, compute, problem=problem, anew=True)
 
 
 def _run_local(

@@ -226,7 +226,8 @@ class Recorder:
                 attributes_preserved(expert),
                 buffers_aside(expert.modules()),
             ):
-                out = self.state.form.call(expert, row)
+                weight = next(expert.parameters(), row)
+                out = self.state.form.call(expert, row.to("meta") if weight.is_meta else row)
         except Exception as error:
             raise self._unsuited(f"has experts that cannot be called with rows ({error})") from error
         finally:

@@ -13,10 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.expert.axis import ExpertAxis
 from lnn_lightning.parallel.expert.loop import run_loop
+from lnn_lightning.parallel.expert.loop_shapes import loop_without_data
 from lnn_lightning.parallel.step.remember import in_second_run
 from lnn_lightning.parallel.step.tree import tree_tensors
 from lnn_lightning.parallel.tensor.modules import Forward, is_suspended, own_forward
-from lnn_lightning.parallel.tensor.sharded import wholes
+from lnn_lightning.parallel.tensor.sharded import book_wholes, is_sharded, wholes
 
 
 @dataclass(eq=False)
@@ -96,9 +97,14 @@ def seam_of(module: nn.Module) -> SeamState:
 def loop_forward(self: nn.Module, before: Forward, *args: Any, **kwargs: Any) -> Any:
     """``forward`` of a module that calls its experts in a loop."""
     forward, state = own_forward(self, before), seam_of(self)
-    if is_suspended() or not state.is_active or any(without_values(each) for each in tree_tensors((args, kwargs))):
+    if any(is_sharded(each) for each in tree_tensors((args, kwargs))):
+        book_wholes("experts", args, kwargs)
+        args, kwargs = wholes((args, kwargs))
+    if any(without_values(each) for each in tree_tensors((args, kwargs))):
+        experts = [self.get_submodule(name) for name in state.members]
+        return loop_without_data(self, forward, experts, args, kwargs, name=state.name)
+    if is_suspended() or not state.is_active:
         return forward(*args, **kwargs)
-    args, kwargs = wholes((args, kwargs))
     return _run(self, state, forward, args, kwargs)
 
 

@@ -24,6 +24,7 @@ from lnn_lightning.parallel.pipeline.probe import LossForm, find_loss_form
 from lnn_lightning.parallel.pipeline.residence import Residence
 from lnn_lightning.parallel.pipeline.schedules import Placement
 from lnn_lightning.parallel.pipeline.setup import set_up, shard_engine
+from lnn_lightning.parallel.pipeline.spreading import find_experts
 from lnn_lightning.parallel.pipeline.stage import WatchedStage
 from lnn_lightning.parallel.pipeline.train_step import EVALUATION, TRAINING, Step, StepResult, TrainStep
 from lnn_lightning.parallel.step.batch import batch_size_of, own_copy, split_batch
@@ -88,6 +89,7 @@ class PipelineEngine:
         self.deferred = defer_meta_tensors(root)
         self.unset: set[str] | None = None
         """Set to an empty set if values follow: gets the names of what was on the meta device and has none yet."""
+        self.seams = find_experts(root, mesh.layout, settings.expert)
         units = find_units(root, self.placement.num_stages, settings.split_points)
         self.book = PlanBook(root, units, self.placement.num_stages, observer)
         modules = {name: root.get_submodule(name) for name in self.book.groups}

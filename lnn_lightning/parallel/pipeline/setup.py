@@ -22,7 +22,7 @@ from lnn_lightning.parallel.pipeline.division import divide, plan_tensor
 from lnn_lightning.parallel.pipeline.ownership import find_ownership
 from lnn_lightning.parallel.pipeline.partition import partition
 from lnn_lightning.parallel.pipeline.residence import Residence
-from lnn_lightning.parallel.pipeline.spreading import find_experts, spread_experts
+from lnn_lightning.parallel.pipeline.spreading import spread_experts
 from lnn_lightning.parallel.pipeline.train_step import Step
 from lnn_lightning.parallel.step.plan import Plan
 
@@ -39,7 +39,6 @@ def set_up(engine: PipelineEngine, kind: str, step: Step, batch: Any, training: 
     root, settings, mesh, placement = engine.root, engine.settings, engine.mesh, engine.placement
     error: BaseException | None = None
     try:
-        seams = find_experts(root, mesh, settings.expert)
         microbatch = engine.split(batch, training)[0]
         if training and mesh.size(DATA) > 1:
             refuse_renormalised(root)
@@ -80,9 +79,9 @@ def set_up(engine: PipelineEngine, kind: str, step: Step, batch: Any, training: 
         with _as_in_step(root, training):
             divided = divide(root, tensor, trace, mesh, comm_device, plan_layers)
         residence.tensor = engine.book.tensor = divided
-    if seams:
+    if engine.seams:
         with _as_in_step(root, training):
-            residence.expert = spread_experts(root, seams, mesh, settings.expert, comm_device)
+            residence.expert = spread_experts(root, engine.seams, mesh, settings.expert, comm_device)
         engine.book.expert = residence.expert
     engine.first_trace = trace
     with torch.set_grad_enabled(training):

@@ -9,29 +9,29 @@ from torch import nn
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.expert.axis import ExpertAxis
-from lnn_lightning.parallel.expert.exchange import host_groups
 from lnn_lightning.parallel.expert.find import Seam
+from lnn_lightning.parallel.expert.hosts import host_groups
 from lnn_lightning.parallel.expert.install import ExpertSharding, prepare_seams
 from lnn_lightning.parallel.expert.settings import ExpertParallel
 from lnn_lightning.parallel.hosts import hosts_of
-from lnn_lightning.parallel.layout import DATA, EXPERT, TENSOR, Mesh
+from lnn_lightning.parallel.layout import DATA, EXPERT, TENSOR, Layout, Mesh
 from lnn_lightning.parallel.tensor.axis import TensorAxis
 
 
-def find_experts(root: nn.Module, mesh: Mesh, settings: ExpertParallel | None) -> list[Seam]:
+def find_experts(root: nn.Module, layout: Layout, settings: ExpertParallel | None) -> list[Seam]:
     """The blocks of a module whose experts are to be shared out; none if that is not asked for.
 
     Raises:
         StepError: there are none, or one has fewer experts than there are ranks to share them out.
     """
     capacity = settings.capacity_factor if settings is not None else None
-    if mesh.experts is None and capacity is None and (settings is None or settings.upcycle is None):
-        if mesh.size(TENSOR) > 1:  # so that the layers around experts can be divided
-            prepare_seams(root)
+    if not layout.spreads_experts and capacity is None and (settings is None or settings.upcycle is None):
+        if layout.tensor_parallel_size > 1:  # so that the layers around experts can be divided
+            prepare_seams(root, loops=False)
         return []
     seams = prepare_seams(root)
-    size = mesh.layout.expert_parallel_size
-    if not seams and (mesh.experts is not None or capacity is not None):
+    size = layout.expert_parallel_size
+    if not seams and (layout.spreads_experts or capacity is not None):
         asked = f"`expert_parallel_size={size}`" if size > 1 else f"`capacity_factor={capacity}`"
         raise StepError(
             f"{asked} found no experts in {type(root).__name__}: neither a module with stacked weights [experts, ...] "
@@ -45,6 +45,7 @@ def find_experts(root: nn.Module, mesh: Mesh, settings: ExpertParallel | None) -
                 f"{seam.name!r} has {seam.experts} experts, too few for {size} expert ranks. `expert_parallel_size` "
                 f"must be at most {min(each.experts for each in seams)}."
             )
+        vars(root.get_submodule(seam.name))["is_one_unit"] = True
     return seams
 
 
@@ -75,7 +76,7 @@ def make_axis(mesh: Mesh, settings: ExpertParallel | None) -> ExpertAxis:
     group = experts.get_group(EXPERT) if layout.expert_parallel_size > 1 else None
     tensor = TensorAxis(mesh.size(TENSOR), mesh.rank(TENSOR), mesh.group(TENSOR)) if mesh.size(TENSOR) > 1 else None
     two_step = settings.two_step if settings is not None else "auto"
-    hosts = host_groups(group, hosts_of(group)) if group is not None and two_step else None
+    hosts = host_groups(layout, hosts_of(None)) if group is not None and two_step else None
     return ExpertAxis(
         layout.expert_parallel_size,
         experts.get_local_rank(EXPERT),

@@ -117,7 +117,7 @@ def _trunks_in(module: nn.Module, name: str) -> list[str]:
 
 def _find_trunks(module: nn.Module, prefix: str, is_trunk: Callable[[nn.Module], bool]) -> list[str]:
     found: list[str] = []
-    if getattr(module, "is_one_unit", False):
+    if _is_one_unit(module):
         return found
     for child_name, child in module.named_children():
         name = f"{prefix}.{child_name}" if prefix else child_name
@@ -143,16 +143,25 @@ def _inside_block(name: str, trunks: Iterable[str]) -> bool:
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.Sequential)) and _count(module, blocks=True) >= 2
+    return _is_list(module) and _count(module, blocks=True) >= 2
 
 
 def _holds_one_block(module: nn.Module) -> bool:
     """A list of one block: a small configuration, or a block that is called again and again (ALBERT)."""
-    return isinstance(module, nn.ModuleList) and _count(module, blocks=True) == 1
+    return _is_list(module) and isinstance(module, nn.ModuleList) and _count(module, blocks=True) == 1
 
 
 def _holds_layers(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.Sequential)) and _count(module, blocks=False) >= 2
+    return _is_list(module) and _count(module, blocks=False) >= 2
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential)) and not _is_one_unit(module)
+
+
+def _is_one_unit(module: nn.Module) -> bool:
+    """Whether a module must not be cut: its experts are called together."""
+    return getattr(module, "is_one_unit", False)
 
 
 _TESTS = (_holds_blocks, _holds_one_block, _holds_layers)

@@ -21,6 +21,9 @@ from lnn_lightning.parallel.tensor.units import UnitPlan, sequence_spec
 ROLES = {"colwise": "column", "rowwise": "row", "replicate": "replicate"}
 """Words of a user's ``tensor_parallel_plan`` (transformers' and torch's) -> roles."""
 
+KEPT_WHOLE = "lnn_kept_whole"
+"""Attribute of modules whose layers are not divided: experts that are to be shared out."""
+
 _LARGE = 0.01
 """Share of the parameters from which on a vocabulary is divided."""
 
@@ -89,6 +92,8 @@ def plan_module(
     samples = _samples(trace)
     # a hook on a parameter wants its whole gradient, as code outside of the units does
     glue |= {name for name, each in root.named_parameters() if each._backward_hooks or each._post_accumulate_grad_hooks}
+    kept = [module for module in root.modules() if vars(module).get(KEPT_WHOLE)]
+    glue |= {names[id(parameter)] for module in kept for parameter in module.parameters()}
     fixed: dict[str, Role] = {name: REPLICATE for name in glue}
     fixed |= {name: role for name, role in wanted.items() if name not in glue}
     vetoed = dict(vetoed_units or {})

@@ -257,6 +257,33 @@ def test_kinds_autocast_work_beside_and_random_numbers() -> None:
     run_ranks(_other_things, 4)
 
 
+def _beside(rank: int, world_size: int) -> list[str]:
+    axis = ExpertAxis(world_size, rank, dist.group.WORLD)
+    values, order = torch.ones(2, WIDTH, requires_grad=True), []
+
+    def meanwhile() -> Tensor:
+        order.append(f"shared, {sent.exchanges} sent")
+        shared = values * 2
+        shared.register_hook(lambda gradient: order.append(f"shared backward, {sent.exchanges} sent"))
+        return shared
+
+    def compute(rows: Tensor, counts: list[int]) -> Tensor:
+        order.append("experts")
+        rows = rows * 1
+        rows.register_hook(lambda gradient: order.append(f"experts backward, {sent.exchanges} sent"))
+        return rows
+
+    with counting() as sent:
+        result, shared = run_experts_beside(values, torch.tensor([0, 1]), 2, axis, compute, meanwhile)
+        (result + shared).sum().backward()
+    return order
+
+
+def test_the_shared_expert_runs_while_tokens_and_their_gradients_travel() -> None:
+    wanted = ["shared, 1 sent", "experts", "experts backward, 3 sent", "shared backward, 4 sent"]
+    assert run_ranks(_beside, 2) == [wanted] * 2
+
+
 def _against_fairscale(rank: int, world_size: int) -> None:
     from fairscale.nn.moe import MOELayer, Top2Gate
     from fairscale.nn.moe.top2gate import gumbel_rsample

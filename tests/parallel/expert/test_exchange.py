@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from lnn_lightning.parallel.expert.axis import ExpertAxis
 from lnn_lightning.parallel.expert.dispatch import run_experts
-from lnn_lightning.parallel.expert.exchange import counting
+from lnn_lightning.parallel.expert.exchange import Exchange, Route, counting, receive, send
 from lnn_lightning.parallel.expert.hosts import expert_ranks, host_groups
 from lnn_lightning.parallel.hosts import Host
 from lnn_lightning.parallel.layout import EXPERT, Layout, Mesh
@@ -57,6 +58,25 @@ def _two_steps(rank: int, world_size: int) -> None:
         )
         width = case.values[0].shape[1] + case.weights[0].shape[1]
         assert between.item() == remote * width * 8 * 2
+
+
+def _recomputed(rank: int, world_size: int) -> tuple[int, int]:
+    route = Route(ExpertAxis(world_size, rank, dist.group.WORLD), [1, 1], [1, 1])
+    weight = torch.ones((), requires_grad=True)
+
+    def block(values: torch.Tensor) -> torch.Tensor:
+        exchange = Exchange(route)
+        rows, _ = receive(send(values * weight, exchange), exchange)  # nothing behind it saves anything, here,
+        return rows * rows if rank else rows + 1  # but it does on the other rank
+
+    values = torch.ones(2, 3, requires_grad=True)
+    with counting() as sent:
+        checkpoint(block, values, use_reentrant=False).sum().backward()
+    return sent.forward, sent.backward
+
+
+def test_recomputation_stops_behind_the_exchange_on_all_ranks() -> None:
+    assert run_ranks(_recomputed, 2) == [(2 * 3 * 4, 3 * 4)] * 2
 
 
 def _groups(rank: int, world_size: int) -> list[list[int]]:

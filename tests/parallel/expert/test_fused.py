@@ -120,7 +120,7 @@ def _odd_calls(rank: int, size: int) -> None:
     whole = block_of("mixtral", 4, "eager").experts
     experts = copy.deepcopy(whole)
     calls = []
-    experts.register_forward_hook(lambda *given: calls.append(1))
+    handle = experts.register_forward_hook(lambda *given: calls.append(1))
     sharding = shared_out(experts, ExpertAxis(size, rank, dist.group.WORLD, 1 / size))
     assert type(experts) is type(whole) and experts.state_dict().keys() == whole.state_dict().keys()
     hidden = tokens(rank)[0]
@@ -153,15 +153,16 @@ def _odd_calls(rank: int, size: int) -> None:
     experts(hidden, index, weights)
     assert sharding.loads() == {}
 
+    handle.remove()
     other = copy.deepcopy(experts)
     torch.testing.assert_close(other(hidden, index, weights), literal(whole, hidden, index, weights))
-    with pytest.raises(StepError, match=r"save `state_dict|Save `state_dict"):
+    with pytest.raises(StepError, match="Save `state_dict"):
         pickle.loads(pickle.dumps(experts))(hidden, index, weights)
     with pytest.raises(StepError, match="an expert and a weight for each choice"):
         experts(hidden, index, weights[:, :1])
     if rank == 1:
         weights[0, 0] = float("nan")
-    with pytest.raises(StepError, match=r"weights of experts that are not finite.*rank 1"):
+    with pytest.raises(StepError, match=r"rank 1: .*weights of experts that are not finite"):
         experts(hidden, index, weights)
 
 

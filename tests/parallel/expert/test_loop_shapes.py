@@ -62,16 +62,33 @@ def test_attributes(divided: bool) -> None:
     assert block.calls == 0 and not block.load.any()
 
 
-def test_router_elsewhere() -> None:
-    """As it was with other shapes; like the first argument if it never was."""
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_weights_elsewhere(meta: bool, known: bool) -> None:
+    """On another pipeline stage, or not made yet."""
     block = Listing()
-    fresh = copy.deepcopy(block)
-    fake_call(block, 2, 4)
-    for one in (block, fresh):
-        replace_tensors(one, lambda _, tensor: stand_in_for(tensor))
+    if known:
+        fake_call(block, 2, 4)
+    if meta:
+        block.to("meta")
+    else:
+        replace_tensors(block, lambda _, tensor: stand_in_for(tensor))
+    before = dict(block.named_parameters())
     out, logits, text = fake_call(block, 3, 5)
     assert out.shape == (3, 5, WIDTH) and logits.shape == (15, 4) and text == "text"
-    assert fake_call(fresh, 3, 5).shape == (3, 5, WIDTH)
+    assert all(isinstance(each, FakeTensor) for each in (out, logits))
+    assert all(each is before[name] for name, each in block.named_parameters())
+
+
+def test_on_the_meta_device() -> None:
+    """As in a trial of the planner."""
+    block = Listing().to("meta")
+    experts = list(block.experts.children())
+    with torch.device("meta"):
+        x = torch.randn(3, 5, WIDTH, requires_grad=True)
+        out, logits, text = loop_without_data(block, block.forward, experts, (x,), {}, name="the block")
+    assert out.is_meta and out.shape == (3, 5, WIDTH) and logits.is_meta and logits.shape == (15, 4)
+    assert out.requires_grad and text == "text"
 
 
 @pytest.mark.parametrize(("make", "rows"), [(SkippingMoE, 2 * 15), (EveryTokenMoE, 4 * 15)])
