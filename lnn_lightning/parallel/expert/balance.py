@@ -61,12 +61,12 @@ def z_loss(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1).square().sum() / max(logits.shape[0], 1)
 
 
-def auxiliary_loss(losses: dict[str, Tensor], aux_loss: float, z_loss: float) -> Tensor | None:
-    """What a gate's losses add to the training loss: the z-loss by its weight, all others by ``aux_loss``.
+def auxiliary_loss(losses: dict[str, Tensor], weight: float, z_weight: float) -> Tensor | None:
+    """What a gate's losses add to the training loss: the z-loss by its own weight, all others by ``weight``.
 
-    Shazeer's importance and load losses have one weight, as in their language models (w = 0.1 for both). None: nothing.
+    Shazeer's importance and load losses have one weight, as in their language models (0.1 for both). None: nothing.
     """
-    weights = {name: z_loss if name == "z" else aux_loss for name in losses}
+    weights = {name: z_weight if name == "z" else weight for name in losses}
     terms = [weights[name] * loss for name, loss in losses.items() if weights[name]]
     return torch.stack(terms).sum() if terms else None
 

@@ -59,7 +59,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, features, device=device, dtype=dtype))
         noise = torch.empty_like(self.weight) if gate == "noisy_top_k" else None
         self.register_parameter("noise_weight", None if noise is None else nn.Parameter(noise))
-        self.register_buffer("bias", torch.empty(experts, device=device) if gate == "bias" else None)
+        bias = torch.empty(experts, device=device, dtype=torch.float32)
+        self.register_buffer("bias", bias if gate == "bias" else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -210,7 +210,7 @@ def test_router(gate: str) -> None:
 
     names = {"weight"} | {"noisy_top_k": {"noise_weight"}, "bias": {"bias"}}.get(gate, set())
     assert set(router.state_dict()) == names
-    half = copy.deepcopy(router).bfloat16()
+    half = copy.deepcopy(router).bfloat16()  # steps of a bias would vanish in bf16
     assert half.weight.dtype == torch.bfloat16 and (half.bias is None or half.bias.dtype == torch.float32)
     assert half(hidden.detach().bfloat16()).weights.dtype == torch.float32
 
