@@ -52,6 +52,7 @@ def logged(run: Path) -> dict[str, list[float]]:
     return {name: [float(row[name]) for row in rows if row[name]] for name in rows[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OWN)
 def test_learns(runs: Path, name: str) -> None:
     columns = logged(runs / name)
@@ -60,6 +61,7 @@ def test_learns(runs: Path, name: str) -> None:
     assert columns["train_loss"][-1] < columns["train_loss"][0]
 
 
+@pytest.mark.slow
 def test_load_of_the_experts_is_logged(runs: Path) -> None:
     for name, experts in ("gpt_upcycled", 8), ("mixtral_experts", 4):
         columns = logged(runs / name)
@@ -69,6 +71,7 @@ def test_load_of_the_experts_is_logged(runs: Path) -> None:
     assert all(0.005 < value < 0.08 for value in logged(runs / "gpt_upcycled")["moe/aux_loss"])
 
 
+@pytest.mark.slow
 def test_checkpoints_have_whole_experts(runs: Path) -> None:
     mixtral = load_full_state_dict(runs / "mixtral_experts/version_0/checkpoints/last.ckpt")
     assert mixtral["model.model.layers.1.mlp.experts.gate_up_proj"].shape == (4, 32, 16)
@@ -79,6 +82,7 @@ def test_checkpoints_have_whole_experts(runs: Path) -> None:
     assert len({expert.sum().item() for expert in experts}) == 8
 
 
+@pytest.mark.slow
 def test_upcycled_writes(runs: Path) -> None:
     model = generate.build(*generate.load(generate.find_checkpoint(runs / "gpt_upcycled")))
     assert len(generate.generate(model, b"print(", 8)) == 8
