@@ -162,7 +162,10 @@ class PTDPStrategy(ExpertHooks, DataHooks):
             **parallel_strategy_arguments,
         )
         data_size, replicas = data_axis(data_parallel_size)
-        Layout(pipeline_parallel_size, 1 if data_size == "auto" else data_size, tensor_parallel_size, replicas)
+        experts = (expert.size, expert.tensor_parallel) if expert is not None and data_size != "auto" else ()
+        Layout(
+            *(pipeline_parallel_size, 1 if data_size == "auto" else data_size, tensor_parallel_size, replicas, *experts)
+        )
         self._zero = ZeroSettings(zero_stage, reshard_between_microbatches)
         if not isinstance(data_parallel_size, (int, str)) and zero_stage == 0:
             raise LayoutError(
