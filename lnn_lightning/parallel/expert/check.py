@@ -27,9 +27,6 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}  # some blocks compute a
 _NARROW_TOLERANCE = 5e-2
 _TOKENS = 24
 
-Inputs = tuple[tuple[Tensor, ...], tuple[int, ...]]
-"""Arguments of a call, and the places of those that gradients are wanted of."""
-
 
 def check_seam(root: nn.Module, seam: Seam, axis: ExpertAxis, cuts: Cuts, device: torch.device | None) -> str:
     """What is wrong with a seam once its experts are shared out; empty if nothing is. Collective over the ranks.
@@ -44,16 +41,16 @@ def check_seam(root: nn.Module, seam: Seam, axis: ExpertAxis, cuts: Cuts, device
         warnings.simplefilter("ignore")
         expected: _Result | None = None
         inputs: tuple[Tensor, ...] = ()
-        problem = ""
+        problem, seed = "", _seed(axis, device)
         try:
             whole = copy.deepcopy(block).to(device)
-            inputs, expected = _first_that_runs(whole, seam, inner, axis)
+            inputs, expected = _first_that_runs(whole, seam, inner, seed)
+            del whole
         except Exception as error:  # noqa: BLE001 - told to the user
             problem = f"it cannot be run on made-up values to check it ({type(error).__name__}: {error})"
         if problem := _agreed(problem, axis):
             return problem
         assert expected is not None
-        del whole
         divided = copy.deepcopy(block).to(device)
         state = seam_of(divided.get_submodule(inner))
         state.axis, state.guard = axis, []
@@ -84,9 +81,8 @@ def _seed(axis: ExpertAxis, device: torch.device) -> int:
     return int(min(each.item() for each in axis.tensor.all_gather(torch.tensor([axis.rank], device=device))))
 
 
-def _first_that_runs(block: nn.Module, seam: Seam, inner: str, axis: ExpertAxis) -> tuple[tuple[Tensor, ...], _Result]:
+def _first_that_runs(block: nn.Module, seam: Seam, inner: str, seed: int) -> tuple[tuple[Tensor, ...], _Result]:
     like = next(block.parameters())
-    seed = _seed(axis, like.device)
     tokens, module = _TOKENS + 2 * seed, block.get_submodule(inner)
     tries: list[Callable[[], tuple[Tensor, ...]]] = []
     if seam.kind == "fused":

@@ -19,8 +19,10 @@ from lnn_lightning.parallel.expert.layer import MoELayer
 from lnn_lightning.parallel.expert.tries import calls_its_experts, is_fused
 from lnn_lightning.parallel.step.standin import is_stand_in
 
-_PARALLEL = (nn.Sequential, nn.Linear, nn.Embedding)
+_NO_BLOCKS = (nn.Sequential, nn.Linear, nn.Embedding)
 """Containers and layers that never are a block around experts."""
+
+_WITHOUT_FORWARD = (nn.ModuleList.forward, nn.ModuleDict.forward)
 
 
 @dataclass(frozen=True)
@@ -124,14 +126,13 @@ def _fused_seam(name: str, module: nn.Module, known: dict[Any, bool]) -> Seam | 
 
 
 def _loop_seam(root: nn.Module, name: str, module: nn.Module, known: dict[Any, bool]) -> Seam | None:
-    if isinstance(module, _PARALLEL):
+    if isinstance(module, _NO_BLOCKS):
         return None
     if isinstance(module, MoELayer):
         count = len(module.experts)
         places = tuple(_join(name, f"experts.{index}") for index in range(count))
         return Seam(name, "loop", count, (), places, _join(name, "experts"), layer=True)
-    own = type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward, nn.Module.forward)
-    if not own:
+    if type(module).forward in (*_WITHOUT_FORWARD, nn.Module.forward):
         return None
     itself = isinstance(module, (nn.ModuleList, nn.ModuleDict))
     around = _parent(root, name) if itself else module
@@ -154,9 +155,6 @@ def _loop_seam(root: nn.Module, name: str, module: nn.Module, known: dict[Any, b
             continue  # cannot be tried, and nothing says that these are experts
         return Seam(name, "loop", len(keys), (), members, at)
     return None
-
-
-_WITHOUT_FORWARD = (nn.ModuleList.forward, nn.ModuleDict.forward)
 
 
 def _equal_members(container: nn.Module) -> list[str] | None:

@@ -16,7 +16,7 @@ from lnn_lightning.parallel.expert.axis import ExpertAxis
 from lnn_lightning.parallel.expert.install import ExpertSharding, prepare_seams
 from lnn_lightning.parallel.tensor.axis import TensorAxis
 from tests.helpers.ranks import run_ranks
-from tests.parallel.expert.families import family
+from tests.parallel.expert.families import FAMILIES, family
 
 
 def tokens(rank: int, step: int = 0, width: int = 16) -> Tensor:
@@ -86,7 +86,7 @@ def block_of(name: str, experts: int, implementation: str) -> nn.Module:
 def _equal(rank: int, size: int, cases: list[tuple[str, int, str]]) -> dict[str, float]:
     found = {}
     for name, experts, implementation in cases:
-        reference = block_of(name, experts, implementation)
+        reference = block_of(name, experts, implementation).train(name != "phimoe")  # which samples in training
         block = copy.deepcopy(reference)
         sharding = shared_out(block, ExpertAxis(size, rank, dist.group.WORLD, 1 / size))
         axis = sharding.axis
@@ -96,12 +96,35 @@ def _equal(rank: int, size: int, cases: list[tuple[str, int, str]]) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_blocks_equal_one_process(size: int) -> None:
-    cases = [("mixtral", 4, "eager"), ("mixtral", 6, "batched_mm"), ("qwen3_moe", 4, "eager"), ("gpt_oss", 6, "eager")]
-    cases += [("deepseek_v3", 4, "eager"), ("qwen2_moe", 6, "eager")]
-    for found in run_ranks(_equal, size, cases):
+def test_two_ranks_equal_one_process() -> None:
+    """pytorch#160285, DeepSpeed#6545: gradients of experts as on one process, not twice that. All families."""
+    cases = [(name, 4, "eager") for name in FAMILIES] + [("mixtral", 6, "batched_mm")]
+    for found in run_ranks(_equal, 2, cases):
         assert max(found.values()) < 1e-12, found
+
+
+def test_four_ranks_equal_one_process() -> None:
+    cases = [("mixtral", 4, "eager"), ("mixtral", 6, "batched_mm"), ("gpt_oss", 6, "eager"), ("qwen2_moe", 6, "eager")]
+    for found in run_ranks(_equal, 4, cases):
+        assert max(found.values()) < 1e-12, found
+
+
+def _as_by_default(rank: int, size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = block_of("mixtral", 4, "grouped_mm").experts.to(dtype)
+        experts = copy.deepcopy(whole)
+        shared_out(experts, ExpertAxis(size, rank, dist.group.WORLD, 1 / size))
+        hidden, weights = torch.randn(9, 16, dtype=dtype), torch.rand(9, 2)
+        index = torch.rand(9, 4).argsort(1)[:, :2]
+        got, wanted = experts(hidden, index, weights), whole(hidden, index, weights)
+        assert got.dtype == wanted.dtype == dtype
+        torch.testing.assert_close(got, wanted)
+        got.sum().backward()
+        assert all(each.grad is not None and each.grad.dtype == dtype for each in experts.parameters())
+
+
+def test_the_implementation_that_transformers_takes_by_default() -> None:
+    run_ranks(_as_by_default, 2)
 
 
 def literal(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
