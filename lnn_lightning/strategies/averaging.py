@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lnn_lightning.parallel.data.shards import is_sharded, local_of
+from lnn_lightning.parallel.expert.settings import Upcycle
+from lnn_lightning.parallel.expert.upcycle import upcycle
 from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors, replace_tensors, stand_in_for
 
 
@@ -32,6 +34,15 @@ def divide_averages(trainer: pl.Trainer, module: nn.Module) -> None:
             average.update_parameters = MethodType(_update, average)  # type: ignore[method-assign]
         elif isinstance(average, nn.Module):
             divide_like(average, module, fresh=True)
+
+
+def upcycle_averages(trainer: pl.Trainer, settings: Upcycle, seed: int) -> None:
+    """Makes experts in the averages that the Trainer's callbacks keep of a dense module, as the module has them."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            average: Any = callback._average_model
+            if isinstance(average, nn.Module):
+                upcycle(average.module if isinstance(average, AveragedModel) else average, settings, seed)
 
 
 def divide_like(copy: nn.Module, module: nn.Module, fresh: bool) -> None:

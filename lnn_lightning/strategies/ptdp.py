@@ -38,7 +38,7 @@ from lnn_lightning.parallel.tensor.install import is_divided
 from lnn_lightning.parallel.tensor.table import tensor_table
 from lnn_lightning.parallel.watch import doing
 from lnn_lightning.precision import MeshAgreement, mesh_precision, reduce_dtype_of
-from lnn_lightning.strategies.averaging import divide_averages
+from lnn_lightning.strategies.averaging import divide_averages, upcycle_averages
 from lnn_lightning.strategies.data import DataHooks
 from lnn_lightning.strategies.effects import set_metric_group
 from lnn_lightning.strategies.experts import ExpertHooks
@@ -250,6 +250,7 @@ class PTDPStrategy(ExpertHooks, DataHooks):
         seed = self.broadcast(torch.initial_seed() % 2**62)
         if (expert := self._settings.expert) is not None and expert.upcycle is not None:
             upcycle(module, expert.upcycle, seed)
+            upcycle_averages(trainer, expert.upcycle, seed)
         agreement = MeshAgreement(
             self._differing_groups(),
             lambda parameter: self.engine.residence.counts_here(parameter),

@@ -19,7 +19,7 @@ from lnn_lightning.parallel.expert.router import Router
 from lnn_lightning.parallel.expert.settings import Upcycle
 from lnn_lightning.parallel.step.remember import remembered
 from lnn_lightning.parallel.step.tree import tree_flatten
-from lnn_lightning.parallel.tensor.sharded import whole
+from lnn_lightning.parallel.tensor.sharded import book_wholes, is_sharded, whole
 
 Run = Callable[[nn.Module, Tensor], Tensor]
 """Runs an expert on rows [rows, d]."""
@@ -68,6 +68,8 @@ class MoELayer(nn.Module):
         """What the chosen experts make of each token, weighted and summed."""
         leaves, unflatten = tree_flatten((args, kwargs))
         place = _place_of_tokens(leaves)
+        if is_sharded(leaves[place]):
+            book_wholes(type(self).__name__, leaves[place : place + 1], {})
         hidden = whole(leaves[place])
         around = (1,) * (hidden.dim() - 2)  # experts may have been written for a batch and a length
 
