@@ -156,3 +156,37 @@ def test_ds_6589_experts_under_another_expert_size(tmp_path: Path) -> None:
 )
 def test_ds_6589_matrix(saved: str, others: list[str], tmp_path: Path) -> None:
     _resharded(tmp_path, saved, others)
+
+
+# ------------------------------------------------------------------------------------------------ recomputation
+
+
+def _other_experts(module: torch.nn.Module, args: Any, out: Any) -> Any:
+    """A router that would choose other experts in a second run (in backward)."""
+    if torch._C._current_graph_task_id() == -1:
+        return out
+    return tuple((each + 1) % 4 if each.dtype == torch.int64 else each for each in out)
+
+
+def _rerouted(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+    states = []
+    for recompute, kwargs in ((None, None), ("full", None), (None, {"use_reentrant": False}), (None, {})):
+        module = build(ZOO["moe_mixtral"])
+        for name, each in module.named_modules():
+            if name.endswith("mlp.gate"):
+                each.register_forward_hook(_other_experts)
+        if kwargs is not None:
+            transformer = next(each for each in module.modules() if hasattr(each, "gradient_checkpointing_enable"))
+            transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs or None)
+        options = {"max_steps": 2, "precision": "64-true"}
+        trainer = quiet_trainer(PTDPStrategy(**EP2, recompute=recompute), world_size, **options)  # type: ignore[arg-type]
+        trainer.fit(module, datamodule=Data(global_batches(ZOO["moe_mixtral"], Run(n_steps=2)), ONE.batch_size))
+        states.append(trainer.strategy.full_state_dict())  # type: ignore[attr-defined]
+    return [{name: value.clone() for name, value in state.items()} for state in states]
+
+
+def test_tt_1117_automodel_3325_recomputation_does_not_route_again() -> None:
+    """Under `recompute`, and under transformers' own gradient checkpointing."""
+    expected, *others = launch_ranks(_rerouted, 2)[0]
+    for index, state in enumerate(others):
+        assert all(torch.equal(state[name], value) for name, value in expected.items()), index

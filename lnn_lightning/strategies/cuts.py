@@ -38,4 +38,6 @@ def bind_cuts(optimizer: KnowsCuts, residence: Residence) -> None:
         return cuts.get(id(residence.copied(parameter)))
 
     over_experts = [mesh.experts.get_group(axis) for axis in (EXPERT_DATA, EXPERT)] if mesh.experts is not None else []
-    optimizer.bind_cuts(describe, [mesh.shard_group, *over_experts, mesh.group(TENSOR)])
+    # the same ranks have the same group, which must not add up twice
+    order = dict.fromkeys([mesh.shard_group, *over_experts, mesh.group(TENSOR)])
+    optimizer.bind_cuts(describe, list(order))

@@ -1,12 +1,15 @@
 """Blocks with divided experts that run again in backward: the same exchanges on all ranks, in the same order."""
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lnn_lightning import ExpertParallel, Upcycle
 from lnn_lightning.memory.recompute_blocks import Segment
 from lnn_lightning.parallel.expert.axis import ExpertAxis
 from lnn_lightning.parallel.expert.dispatch import run_experts
@@ -15,7 +18,9 @@ from lnn_lightning.parallel.step.extension import UnitRun
 from lnn_lightning.parallel.step.remember import checkpoints_remember, remembered
 from lnn_lightning.parallel.step.trace import Call
 from lnn_lightning.parallel.tensor.axis import TensorAxis
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import launch_ranks, run_ranks
+from tests.helpers.reference import Run, differences, train_all, train_reference
+from tests.zoo import ZOO
 
 EXPERTS, WIDTH = 4, 6
 
@@ -153,3 +158,52 @@ def test_random_numbers_on_tensor_ranks() -> None:
 
 def test_same_numbers_in_all_ways() -> None:
     run_ranks(_equal_in_all_ways, 2, timeout=25)
+
+
+# ------------------------------------------------------------------------------------------------ in a Trainer
+
+
+UPCYCLED = ExpertParallel(2, upcycle=Upcycle("*.mlp", 4, gate="gshard", capacity_factor=1.5, every=1))
+TRAINED: list[tuple[str, dict[str, Any], list[Any]]] = [
+    ("moe_mixtral", {"expert": ExpertParallel(2)}, ["full"]),
+    ("moe_skipping", {"expert": ExpertParallel(2)}, ["auto", 2]),
+    ("moe_dropout", {"expert": ExpertParallel(2)}, ["full"]),
+    ("moe_noisy", {"expert": ExpertParallel(2)}, ["full"]),
+    ("moe_litgpt", {"expert": ExpertParallel(2)}, ["selective"]),
+    ("gpt", {"expert": UPCYCLED, "microbatches": 2}, ["full"]),
+]
+"""Case, layout, and settings of `recompute` that must change nothing."""
+
+
+def test_recompute_changes_no_number() -> None:
+    """Noise of routers, dropout in experts, chance in gates and auxiliary losses included."""
+    jobs = [
+        (name, {**layout, "recompute": recompute}, Run(n_steps=2))
+        for name, layout, settings in TRAINED
+        for recompute in (None, *settings)
+    ]
+    results = iter(launch_ranks(train_all, 2, jobs, timeout=240)[0])
+    for name, _, settings in TRAINED:
+        expected = next(results)
+        for recompute in settings:
+            got = next(results)
+            assert got.losses == expected.losses, (name, recompute)
+            for key, value in expected.state.items():
+                assert torch.equal(got.state[key], value), (name, recompute, key)
+
+
+@pytest.mark.slow
+def test_pipelines() -> None:
+    """Two micro-batches under way on each stage; and a backward whose inputs and weights are made apart."""
+    layout = {"expert": ExpertParallel(2), "pipeline_parallel_size": 2, "microbatches": 2}
+    run = Run(n_steps=2)
+    jobs = [
+        (name, {**layout, "schedule": schedule, "recompute": recompute}, run)
+        for name in ("moe_mixtral", "moe_skipping")
+        for schedule, recompute in (("1f1b", "full"), ("zero_bubble", None), ("zbv", None))
+    ]
+    results = launch_ranks(train_all, 4, jobs, timeout=240)
+    for index, (name, settings, _) in enumerate(jobs):
+        expected = train_reference(ZOO[name], run)
+        found = differences([each[index] for each in results], expected, 1e-8, 1e-6)
+        assert not found, f"{name} {settings}: {found}"
