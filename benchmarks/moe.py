@@ -1,7 +1,7 @@
 """A layer of experts on two ranks, beside DeepSpeed's and fairscale's.
 
     python -m benchmarks.moe             # some minutes on two cores
-    python -m benchmarks.moe --quick     # about one
+    python -m benchmarks.moe --quick     # about two
     python -m benchmarks.moe --profile   # where our own time goes
 
 Forward and backward of one layer, each rank with tokens of its own and half of the experts. Contestants of a table have
@@ -48,7 +48,6 @@ Run = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 Layer = tuple[Run, nn.Module]
 """A contestant, and where its parameters are."""
-
 
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
@@ -138,10 +137,6 @@ def own(settings: Settings) -> range:
     return range(dist.get_rank() * each, (dist.get_rank() + 1) * each)
 
 
-def take(module: nn.Module, other: nn.Module) -> None:
-    module.load_state_dict(other.state_dict())
-
-
 # ------------------------------------------------------------------------------------------------ peers
 
 
@@ -164,7 +159,7 @@ def deepspeed_layer(settings: Settings) -> Layer:
         layer.set_deepspeed_parallelism()
     experts = all_experts(settings)
     for mine, index in zip(layer.deepspeed_moe.experts.deepspeed_experts, own(settings), strict=True):
-        take(mine, experts[index])
+        mine.load_state_dict(experts[index].state_dict())
     layer.deepspeed_moe.gate.wg.weight.data.copy_(router_weight(settings))
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -382,17 +377,7 @@ def table(settings: Settings) -> str:
         f"tokens a rank, 2 ranks, {settings.rounds} rounds",
         *(f"left out: {name} ({reason})" for name, reason in found.missing.items()),
         "",
-        _row(
-            "",
-            "forward (ms)",
-            "with backward (ms)",
-            "lowest",
-            *to,
-            "processor (ms)",
-            *to,
-            "sent forward (MB)",
-            "backward",
-        ),
+        _row("", "forward (ms)", "and backward", "lowest", *to, "processor (ms)", *to, "MB sent forward", "backward"),
         "|---" * (7 + 2 * len(peers)) + "|",
     ]
     for name, times in found.both.items():
