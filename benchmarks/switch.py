@@ -127,7 +127,7 @@ def train(rank: int, world_size: int, settings: Settings) -> Found:
 
 def batches(windows: Windows, settings: Settings, order: Tensor) -> list[tuple[Tensor, Tensor]]:
     groups = order.split(settings.batch_size)
-    return [tuple(default_collate([windows[int(index)] for index in group])) for group in groups]  # type: ignore[misc]
+    return [tuple(default_collate([windows[int(index)] for index in group])) for group in groups]
 
 
 @torch.no_grad()
