@@ -35,7 +35,7 @@ def _train(
         for parameter in module.parameters():
             parameter.data.zero_()
     torch.manual_seed(5)
-    trainer.fit(module, datamodule=Data(batches(4)[:steps], BATCH), ckpt_path=resume)
+    trainer.fit(module, datamodule=Data(batches(4), BATCH), ckpt_path=resume)
     if save:
         trainer.save_checkpoint(save)
     return strategy.full_state_dict(), {name: p.detach().clone() for name, p in module.named_parameters()}
