@@ -19,9 +19,10 @@ from torch.overrides import handle_torch_function
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.expert.capacity import capacity_of, within_capacity
 from lnn_lightning.parallel.expert.cuts import replaced_parameters, shares
-from lnn_lightning.parallel.expert.dispatch import run_experts
+from lnn_lightning.parallel.expert.dispatch import run_experts_beside
 from lnn_lightning.parallel.expert.find import call_names
 from lnn_lightning.parallel.expert.seam import SeamState, seam_of, without_values
+from lnn_lightning.parallel.expert.shared import beside
 from lnn_lightning.parallel.step.remember import remembered
 from lnn_lightning.parallel.tensor.modules import Forward, is_suspended, own_forward
 from lnn_lightning.parallel.tensor.sharded import is_sharded
@@ -83,7 +84,8 @@ def _shared_out(
     compute = partial(_run_local, module, state, forward, factors.dtype)
     bad = f"{state.name!r} was given weights of experts that are not finite: its router has overflowed, or its input"
     problem = (f"{bad} has.", ~factors.isfinite().all())
-    found = run_experts(rows, kept.reshape(-1).long(), state.experts, axis, compute, problem=problem)
+    meanwhile, expert = beside(module, hidden), kept.reshape(-1).long()
+    found, _ = run_experts_beside(rows, expert, state.experts, axis, compute, meanwhile, problem=problem)
     found = found.view(tokens, choices, found.shape[-1]) * factors.unsqueeze(-1)
     return found.sum(1).to(hidden.dtype).view(hidden.shape)
 

@@ -20,6 +20,7 @@ from lnn_lightning.parallel.expert.find import Seam, find_seams
 from lnn_lightning.parallel.expert.fused import fused_forward
 from lnn_lightning.parallel.expert.recording import loop_state
 from lnn_lightning.parallel.expert.seam import SeamState, loop_forward, seam_of
+from lnn_lightning.parallel.expert.shared import prepare_beside
 from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors
 from lnn_lightning.parallel.tensor.axis import Spec, join_parts, reduced_shape, spans_of_part, take_part
 from lnn_lightning.parallel.tensor.check import agreed_failures
@@ -317,6 +318,7 @@ class ExpertSharding:
         if seam.kind == "fused":
             seam_of(module).once = cuts.once
             divide_fused(module, seam.experts, self.axis, cuts)
+            seam_of(module).beside = self.axis.size > 1 and prepare_beside(self.root, seam.name)
         else:
             divide_loop(self.root, seam.members, self.axis, cuts)
 

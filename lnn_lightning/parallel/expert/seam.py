@@ -35,6 +35,7 @@ class SeamState:
         copied: it was unpickled: its experts are part of a whole that is not here.
         guard: while it is checked: what the module's own code raised; others do not wait for this rank in vain.
         once: whole parameters of which each tensor rank adds its share, where each expert is divided over them.
+        beside: other modules of the block around may run while tokens travel (``shared.py``).
     """
 
     name: str
@@ -47,6 +48,7 @@ class SeamState:
     copied: bool = False
     guard: list[str] | None = None
     once: frozenset[str] = frozenset()
+    beside: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Ranks cannot be written to a file."""

@@ -49,6 +49,11 @@ def in_second_run() -> bool:
     return _here.source is not None or torch._C._current_graph_task_id() != -1  # whoever runs it again
 
 
+def checkpoints_are_remembered() -> bool:
+    """Whether :func:`checkpoints_remember` is around."""
+    return _remembering > 0
+
+
 class _Decision(NamedTuple):
     value: Tensor
     random: Callable[[], None] | None
@@ -62,6 +67,7 @@ class _Here(threading.local):  # backward has threads of its own
 
 
 _here = _Here()
+_remembering = 0
 
 
 def _made(make: Callable[[], Tensor]) -> _Decision:
@@ -150,6 +156,7 @@ class Decisions:
 @contextmanager
 def checkpoints_remember() -> Iterator[None]:
     """Functions given to ``torch.utils.checkpoint`` inside decide once; their second runs may be made outside."""
+    global _remembering
     generator, reentrant = checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction
 
     def remembering_generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -187,4 +194,8 @@ def checkpoints_remember() -> Iterator[None]:
         replaced(checkpointing, "_checkpoint_without_reentrant_generator", remembering_generator),
         replaced(checkpointing, "CheckpointFunction", RememberingFunction),
     ):
-        yield
+        _remembering += 1
+        try:
+            yield
+        finally:
+            _remembering -= 1
