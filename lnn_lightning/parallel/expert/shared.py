@@ -29,6 +29,7 @@ from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.expert.layer import MoELayer
 from lnn_lightning.parallel.expert.seam import seam_of
 from lnn_lightning.parallel.step.remember import checkpoints_are_remembered, in_second_run, remembered
+from lnn_lightning.parallel.step.run import in_glue
 from lnn_lightning.parallel.tensor.modules import Forward, has_forward, is_suspended, own_forward, take_forward
 from lnn_lightning.parallel.tensor.sharded import is_sharded
 from lnn_lightning.parallel.tensor.units import unit_forward
@@ -37,8 +38,8 @@ Place = tuple[str, int | str]
 """Where a block has an object when it calls its experts: among its arguments, or in what it gives to the experts."""
 
 _DIFFERS = (
-    "A block that runs again in backward does not call {name!r} as in its first run, beside the experts of {seam!r}: it "
-    "does not compute the same twice. Leave it out of recomputation (`recompute=None`, no gradient checkpointing)."
+    "A block that runs again in backward does not call {name!r} as in its first run, beside the experts of {seam!r}: "
+    "it does not compute the same twice. Leave it out of recomputation (`recompute=None`, no gradient checkpointing)."
 )
 
 
@@ -78,13 +79,14 @@ def prepare_beside(root: nn.Module, name: str) -> bool:
     around, _, seam = name.rpartition(".")
     if not name or "lnn_beside" in vars(block := root.get_submodule(around)) or has_forward(block, unit_forward):
         return False
-    siblings = tuple(key for key, each in block._modules.items() if each is not None and _is_candidate(block, key, each))
+    siblings = tuple(key for key, each in block._modules.items() if each is not None and _is_candidate(block, each))
     if not siblings or type(block).forward is nn.Module.forward or isinstance(block, torch.jit.ScriptModule):
         return False
     vars(block)["lnn_beside"] = Beside(seam, siblings)
     take_forward(block, _block_forward)
     for sibling in map(block.get_submodule, siblings):
         if not has_forward(sibling, _sibling_forward):  # of two blocks
+            vars(sibling)["lnn_before"] = vars(sibling).get("forward")
             take_forward(sibling, _sibling_forward)
     return True
 
@@ -113,6 +115,7 @@ class _Frame:
     def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.block, self.args, self.kwargs = block, args, kwargs
         self.state: Beside = vars(block)["lnn_beside"]
+        self._is_cut = in_glue()  # the experts and their siblings are units of their own, which may live elsewhere
         self._seams = 0
         self._learning = False
         self._mode: tuple[Any, ...] = ()
@@ -138,8 +141,8 @@ class _Frame:
 
     def choice(self) -> int:
         """Which siblings run ahead, a bit each."""
-        if torch.is_grad_enabled() and not checkpoints_are_remembered():
-            return 0  # whoever runs this again would not know
+        if self._is_cut or (torch.is_grad_enabled() and not checkpoints_are_remembered()):
+            return 0  # whoever runs this again would not know of it
         chosen = 0
         for name, place in self.state.known.get(self.block.training, {}).items():
             if name not in self.state.never and place in self._objects and _may_run_ahead(self.block._modules[name]):
@@ -156,7 +159,7 @@ class _Frame:
                 given = self._objects.get(place)
             if given is None:
                 raise StepError(_DIFFERS.format(name=name, seam=self.state.seam))
-            self._ready[name] = given, own_forward(sibling, vars(sibling)["forward"].args[1])(given.value)
+            self._ready[name] = given, own_forward(sibling, vars(sibling)["lnn_before"])(given.value)
 
     def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A sibling is called."""
@@ -229,7 +232,7 @@ def _inside(frame: _Frame) -> Iterator[None]:
         _frames.stack.pop()
 
 
-def _is_candidate(block: nn.Module, key: str, sibling: nn.Module) -> bool:
+def _is_candidate(block: nn.Module, sibling: nn.Module) -> bool:
     """Whether a child of a block is a module that is called, and one without exchanges of its own."""
     return (
         next(sibling.parameters(), None) is not None
@@ -241,15 +244,11 @@ def _is_candidate(block: nn.Module, key: str, sibling: nn.Module) -> bool:
 
 
 def _may_run_ahead(sibling: nn.Module | None) -> bool:
-    """Whether a sibling's body is all that its call computes, and neither draws random numbers nor changes anything.
+    """Whether a sibling's body can be run by itself, and neither draws random numbers nor changes anything.
 
-    Whose ``forward`` another has taken over behind us is a unit of its own: its parameters may not be here yet. A hook
-    before it may prepare what its body reads.
+    A hook before it may prepare what its body reads.
     """
-    if sibling is None or "_call_impl" in vars(sibling) or sibling._compiled_call_impl is not None:
-        return False
-    now = vars(sibling).get("forward")
-    if not (isinstance(now, partial) and now.func is _sibling_forward) or sibling._forward_pre_hooks:
+    if sibling is None or sibling._compiled_call_impl is not None or sibling._forward_pre_hooks:
         return False
     return not any(
         each.training

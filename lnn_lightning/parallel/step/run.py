@@ -125,6 +125,14 @@ class _Run:
                 self.values[key] = leaf.clone() if key in self.plan.trace.mutated else leaf
 
 
+_runs: list[_Run] = []
+
+
+def in_glue() -> bool:
+    """Whether a step runs, and what is called from here is a unit or holds some."""
+    return bool(_runs) and not _runs[-1].inside
+
+
 class StepRunner:
     """Runs stages of a step; keeps the units patched while it is open.
 
@@ -172,12 +180,14 @@ class StepRunner:
     @contextmanager
     def _in_run(self, run: _Run) -> Iterator[None]:
         previous, self._run = self._run, run
+        _runs.append(run)
         device = run.plan.device
         reseed(seed_of(run.seed, _GLUE), device)
         try:
             with glue_mode(run.plan.trace.glue_needs_mode, seed_of(run.seed, _GLUE), device) as run.glue:
                 yield
         finally:
+            _runs.pop()
             self._run = previous
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -91,10 +92,11 @@ WAYS = [as_it_is, recomputed, checkpointed, reentrant, of_a_view]
 
 
 def _deepseek(rank: int, size: int) -> None:
+    whole = _deepseek_block()
     for way in WAYS:
-        block, plain = blocks(size, rank, block_of("deepseek_v3", 4, "eager"))
+        block, plain = blocks(size, rank, copy.deepcopy(whole))
         with checkpoints_remember(), noted(block.shared_experts.gate_proj) as order:
-            for step in range(4):
+            for step in range(3):
                 value = tokens(rank, step)
                 order.clear()
                 got = run(block, value, way)
@@ -124,12 +126,17 @@ def test_deepseek_beside_its_exchange() -> None:
     run_ranks(_deepseek, 2)
 
 
+@cache
+def _deepseek_block() -> Any:
+    return block_of("deepseek_v3", 4, "eager")
+
+
 class Custom(nn.Module):
     """Norm and experts in one block, which calls its shared expert in a way of its own."""
 
     def __init__(self, way: Callable[[Any, Tensor, Tensor], Tensor], sibling: nn.Module | None = None) -> None:
         super().__init__()
-        inner = block_of("deepseek_v3", 4, "eager")
+        inner = copy.deepcopy(_deepseek_block())
         self.gate, self.experts, self.norm = inner.gate, inner.experts, nn.LayerNorm(16)
         self.shared = sibling or inner.shared_experts
         self.way, self.odd = way, False
@@ -228,7 +235,6 @@ def _siblings(rank: int, size: int) -> None:
     linear = lambda: nn.Linear(16, 16)  # noqa: E731
     hooked = linear()
     hooked.register_forward_pre_hook(lambda module, args: None)
-    noisy = linear()
     cases: list[tuple[nn.Module, bool]] = [
         (linear(), True),
         (nn.Sequential(linear(), nn.Dropout(0.0)), True),
@@ -290,9 +296,9 @@ def test_siblings_of_all_kinds() -> None:
 def _trained(rank: int, size: int, jobs: list[Any]) -> list[Any]:
     """Trainings with it and without, and how often a shared expert ran ahead in each."""
     found = []
+    original = shared._Frame.run_ahead
     for is_off in (False, True):
         count = [0]
-        original = shared._Frame.run_ahead
 
         def counted(frame: Any, choice: int, count: list[int] = count) -> None:
             count[0] += 1
