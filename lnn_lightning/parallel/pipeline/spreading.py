@@ -12,6 +12,7 @@ from lnn_lightning.parallel.expert.axis import ExpertAxis
 from lnn_lightning.parallel.expert.find import Seam
 from lnn_lightning.parallel.expert.hosts import host_groups
 from lnn_lightning.parallel.expert.install import ExpertSharding, prepare_seams
+from lnn_lightning.parallel.expert.layer import moe_layers
 from lnn_lightning.parallel.expert.settings import ExpertParallel
 from lnn_lightning.parallel.hosts import hosts_of
 from lnn_lightning.parallel.layout import DATA, EXPERT, TENSOR, Layout, Mesh
@@ -47,6 +48,13 @@ def find_experts(root: nn.Module, layout: Layout, settings: ExpertParallel | Non
             )
         vars(root.get_submodule(seam.name))["is_one_unit"] = True
     return seams
+
+
+def keeps_pace(root: nn.Module, mesh: Mesh) -> bool:
+    """Whether all data ranks must run their blocks equally often: they send tokens, or add up how these were routed."""
+    if mesh.size(DATA) == 1:
+        return False
+    return mesh.experts is not None or bool(moe_layers(root))
 
 
 def spread_experts(
