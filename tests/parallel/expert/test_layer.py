@@ -159,3 +159,24 @@ def test_one_linear_function_is_not_enough_to_hide_a_wrong_weight() -> None:
     layer(tokens()).square().sum().backward()
     assert layer.router.weight.grad is not None and layer.router.weight.grad.abs().max() > 0
     assert F.cosine_similarity(layer.router.weight.grad, torch.ones_like(layer.router.weight)).abs().max() < 1
+
+
+class Normed(nn.Module):
+    """Counts its calls, draws numbers, and keeps statistics of its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.calls = nn.BatchNorm1d(WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return F.dropout(self.norm(x), 0.5, self.training)
+
+
+def test_experts_without_tokens_leave_nothing_behind() -> None:
+    layer = MoELayer(Router(WIDTH, 2, k=1), [Normed(), Normed()])
+    before, random = {name: value.clone() for name, value in layer.state_dict().items()}, torch.get_rng_state()
+    rows = layer._compute(lambda expert, rows: expert(rows), torch.zeros(0, WIDTH), [0, 0])
+    assert rows.shape == (0, WIDTH) and torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert [expert.calls for expert in layer.experts] == [0, 0]
