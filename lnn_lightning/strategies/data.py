@@ -17,12 +17,15 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from typing_extensions import override
 
+from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.layout import DATA
 from lnn_lightning.parallel.step.tree import tree_flatten
 from lnn_lightning.strategies.mesh import MeshStrategy
 from lnn_lightning.strategies.positions import first_epoch
 
+_LIMITS = {"validate": "val", "test": "test", "predict": "predict"}
 _EVALUATION = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
 
@@ -48,6 +51,7 @@ class DataHooks(MeshStrategy):
             and not sampler.shuffle
             and not sampler.drop_last
             and len(sampler.dataset) >= self.data_parallel_size > 1  # type: ignore[arg-type]
+            and self.mesh.experts is None  # all ranks must send tokens as often as the others
         ):
             once = UnrepeatedDistributedSamplerWrapper(
                 SequentialSampler(sampler.dataset),  # type: ignore[arg-type]
@@ -79,6 +83,41 @@ class DataHooks(MeshStrategy):
                 f"stop after {float(fewest):g}. Divide the samples evenly to use all of them."
             )
             loop.max_batches = int(fewest)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._check_equal_numbers("validate", self._trainer.validate_loop, self._trainer.fit_loop.epoch_loop.val_loop)
+
+    @override
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._check_equal_numbers("test", self._trainer.test_loop)
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._check_equal_numbers("predict", self._trainer.predict_loop)
+
+    @property
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def _check_equal_numbers(self, doing: str, *loops: Any) -> None:
+        """Where experts are spread over data ranks, a rank that has a batch more would wait for the others."""
+        if self.mesh.experts is None or self.data_parallel_size == 1:
+            return
+        numbers = [list(loop.max_batches) for loop in loops if loop._combined_loader is not None]
+        everyones: list[Any] = [None] * self.data_parallel_size
+        dist.all_gather_object(everyones, numbers, group=self.mesh.group(DATA))
+        if any(each != everyones[0] for each in everyones):
+            counts = ", ".join(str(sum(map(sum, each))) for each in everyones)
+            raise StepError(
+                f"The data ranks have different numbers of batches to {doing} ({counts}), but experts are spread over "
+                "them: a rank with a batch more would wait for the others. Use a number of samples that the ranks and "
+                f"the batch size divide, or `Trainer(limit_{_LIMITS[doing]}_batches=...)`."
+            )
 
     def on_predict_end(self) -> None:
         """Puts the predictions of all data ranks in the order of the dataset, on every rank."""

@@ -89,14 +89,17 @@ class StepHooks(ZeroHooks):
 
     @override
     def on_validation_start(self) -> None:
+        super().on_validation_start()
         self._begin_evaluation()
 
     @override
     def on_test_start(self) -> None:
+        super().on_test_start()
         self._begin_evaluation()
 
     @override
     def on_predict_start(self) -> None:
+        super().on_predict_start()
         self._begin_evaluation()
 
     def _begin_evaluation(self) -> None:

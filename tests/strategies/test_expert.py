@@ -146,6 +146,20 @@ def test_batches_of_different_sizes() -> None:
     assert not (found := differences(results, expected, 1e-9)), found
 
 
+def _uneven_prediction(rank: int, world_size: int) -> None:
+    module = Evaluated(BLOCKS["moe_skipping"])
+    samples = [(torch.arange(12) % 7, torch.arange(12) % 5)] * 5
+    trainer = quiet_trainer(PTDPStrategy(**EP2), world_size, use_distributed_sampler=True)
+    trainer.validate(module, DataLoader(samples, batch_size=1))  # a sample twice, as DistributedSampler has it
+    trainer.predict(module, DataLoader(samples, batch_size=1))
+
+
+def test_different_numbers_of_batches() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        launch_ranks(_uneven_prediction, 2, timeout=60)
+    assert all(r"batches to predict (3, 2)" in text for text in caught.value.tracebacks.values()), caught.value
+
+
 # ---------------------------------------------------------------- optimizers and averages of weights
 
 
