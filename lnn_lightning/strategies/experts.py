@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.expert.account import Account, Tally, balance_biases
 from lnn_lightning.parallel.expert.layer import moe_layers
 from lnn_lightning.parallel.expert.loads import block_loads, summed_loads
@@ -60,41 +59,6 @@ class ExpertHooks(MemoryHooks):
         if self._account is not None:
             balance_biases(self._account, self.mesh.group(DATA) if self.mesh.size(DATA) > 1 else None)
         return result
-
-    # ---------------------------------------------------------------- evaluation
-
-    @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._refuse_uneven("validation", self._trainer._evaluation_loop.max_batches)
-
-    @override
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        self._refuse_uneven("test", self._trainer._evaluation_loop.max_batches)
-
-    @override
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        self._refuse_uneven("prediction", self._trainer.predict_loop.max_batches)
-
-    @property
-    def _trainer(self) -> Any:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    def _refuse_uneven(self, what: str, batches: Sequence[float]) -> None:
-        """Ranks that share out experts and have fewer batches than others would have these wait for ever."""
-        if self.mesh.experts is None or self.mesh.size(DATA) == 1:
-            return
-        everyones: list[Any] = [None] * self.mesh.size(DATA)
-        dist.all_gather_object(everyones, [*batches], group=self.mesh.group(DATA))
-        if any(each != everyones[0] for each in everyones):
-            raise StepError(
-                f"The data ranks have different numbers of {what} batches, {everyones} (a list of dataloaders for each "
-                "rank), but share out experts, to which all must send tokens equally often. Give all of them as many: "
-                "with Lightning's sampler, `drop_last`, or a limit such as `limit_val_batches`."
-            )
 
     # ---------------------------------------------------------------- logging
 
