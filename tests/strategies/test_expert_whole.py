@@ -3,11 +3,15 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lnn_lightning import ExpertParallel, PTDPStrategy, Upcycle
+from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.exchange import RemoteError
+from lnn_lightning.parallel.pipeline import engine
 from tests.helpers.ranks import launch_ranks
 from tests.helpers.reference import Data, Result, Run, differences, quiet_trainer, train_all, train_reference
 from tests.parallel.expert.upcycled import BATCH, batches, build, train_plainly
@@ -18,7 +22,7 @@ ROOM = ExpertParallel(capacity_factor=100.0)
 UPCYCLE = Upcycle("*.mlp", experts=3, every=2, router_std=0.5)
 JOBS: list[tuple[str, dict[str, Any], Run]] = [
     ("moe_mixtral", {"expert": ROOM}, RUN),
-    ("moe_skipping", {"expert": ROOM, "zero_stage": 1}, RUN),
+    ("moe_mixtral", {"expert": ROOM, "zero_stage": 1}, RUN),
 ]
 
 
@@ -41,7 +45,15 @@ def _upcycled(size: int, data: pl.LightningDataModule, **layout: Any) -> dict[st
 
 def _all(rank: int, size: int) -> tuple[list[Result], dict[str, Tensor], dict[str, Tensor]]:
     even = _upcycled(size, Data(batches(2), BATCH))
-    return train_all(rank, size, JOBS), even, _upcycled(size, Uneven(), microbatches=2)
+    results = train_all(rank, size, JOBS), even, _upcycled(size, Uneven(), microbatches=2)
+    with pytest.raises(StepError, match="is for experts that are one module with stacked weights"):
+        train_all(rank, size, [("moe_skipping", {"expert": ROOM}, RUN)])
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(engine, "find_experts", lambda *_: [])
+        with pytest.raises((StepError, RemoteError), match=r"Blocks of experts are \[\] on rank 1"):
+            train_all(rank, size, [("moe_mixtral", {"expert": ROOM}, RUN)])
+    return results
 
 
 def test_whole_experts_on_two_data_ranks() -> None:

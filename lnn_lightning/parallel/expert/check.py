@@ -178,13 +178,11 @@ def _differences(expected: _Result, found: _Result, own: dict[str, _Part], axis:
     for name, value in expected.values.items():
         wanted, got = expected.parameters[name], found.parameters[name]
         if name in own:
-            wanted = torch.zeros_like(value) if wanted is None else wanted.clone()
-            if axis.size > 1:
-                dist.all_reduce(wanted, group=axis.group)
-            wanted *= axis.scale
-            if axis.tensor is not None and not axis.divides_experts:
-                wanted /= axis.tensor.size
+            wanted = torch.zeros_like(value) if wanted is None else wanted
+            wanted = _mean(_mean(wanted, axis.group if axis.size > 1 else None), axis.same)  # over all data
             wanted = own[name].of(wanted, axis)
+            if wanted is not None:  # as in training: each of these ranks has the share of the tokens it was sent
+                got = _mean(torch.zeros_like(wanted) if got is None else got, axis.same)
         pairs.append((f"the gradient of {name!r}", wanted, got))
     scale = max((float(a.double().norm()) for what, a, _ in pairs if a is not None and what != "a result"), default=0.0)
     for what, a, b in pairs:
@@ -199,10 +197,20 @@ def _differences(expected: _Result, found: _Result, own: dict[str, _Part], axis:
     return ""
 
 
+def _mean(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The mean over the ranks of a group; None: this one alone."""
+    if group is None:
+        return value
+    total = value.clone()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
+
+
 def _agreed(problem: str, axis: ExpertAxis) -> str:
     """The first problem that any rank has."""
     groups = [axis.group] if axis.size > 1 else []
     groups += [axis.tensor.group] if axis.tensor is not None else []
+    groups += [axis.same] if axis.same is not None else []
     for group in groups:
         everyones: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyones, problem, group=group)

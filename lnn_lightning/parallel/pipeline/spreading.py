@@ -15,7 +15,7 @@ from lnn_lightning.parallel.expert.install import ExpertSharding, prepare_seams
 from lnn_lightning.parallel.expert.layer import moe_layers
 from lnn_lightning.parallel.expert.settings import ExpertParallel
 from lnn_lightning.parallel.hosts import hosts_of
-from lnn_lightning.parallel.layout import DATA, EXPERT, TENSOR, Layout, Mesh
+from lnn_lightning.parallel.layout import DATA, EXPERT, EXPERT_DATA, TENSOR, Layout, Mesh
 from lnn_lightning.parallel.tensor.axis import TensorAxis
 
 
@@ -39,6 +39,12 @@ def find_experts(root: nn.Module, layout: Layout, settings: ExpertParallel | Non
             "that is called with tokens, their experts and the weights of these, nor one that calls the members of a "
             "ModuleList or ModuleDict of equal modules on the tokens that a router chose for each. Leave it out, or "
             "make experts of a dense model: `upcycle={'blocks': '*.mlp', 'experts': 8}`."
+        )
+    if capacity is not None and not any(seam.kind == "fused" for seam in seams):
+        raise StepError(
+            f"`capacity_factor={capacity}` is for experts that are one module with stacked weights. {seams[0].name!r} "
+            "has experts that are modules of their own, and its code decides which tokens they get. Leave it out, or "
+            "give `upcycle` a `capacity_factor`."
         )
     for seam in seams:
         if seam.experts < size:
@@ -93,4 +99,5 @@ def make_axis(mesh: Mesh, settings: ExpertParallel | None) -> ExpertAxis:
         tensor,
         layout.divides_experts,
         hosts,
+        experts.get_group(EXPERT_DATA) if layout.expert_data_size > 1 else None,
     )
