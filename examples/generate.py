@@ -16,6 +16,8 @@ from torch import Tensor
 from examples.gpt import ByteGPT
 from examples.text import END_OF_FILE
 
+ROUTER = ".router.weight"  # of a feed-forward module that became experts
+
 
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint at `path`, or the newest one below it."""
@@ -37,10 +39,17 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return checkpoint["state_dict"], checkpoint["hyper_parameters"]
 
 
-def build(state_dict: Mapping[str, Tensor], hyper_parameters: Mapping[str, Any]) -> ByteGPT:
-    """A ByteGPT with these parameters, ready to write."""
+def build(state_dict: Mapping[str, Tensor], hyper_parameters: Mapping[str, Any], top_k: int = 2) -> ByteGPT:
+    """A ByteGPT with these parameters, ready to write; if it was upcycled, each byte goes to `top_k` experts."""
     known = inspect.signature(ByteGPT.__init__).parameters
     model = ByteGPT(**{name: value for name, value in hyper_parameters.items() if name in known})
+    routers = {name: value for name, value in state_dict.items() if name.endswith(ROUTER)}
+    if routers:
+        from lnn_lightning import Upcycle
+        from lnn_lightning.parallel.expert.upcycle import upcycle
+
+        for name, router in routers.items():
+            upcycle(model, Upcycle(name.removesuffix(ROUTER), experts=len(router), top_k=top_k))
     model.load_state_dict(state_dict)
     return model.eval()
 
@@ -67,11 +76,12 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=400, help="how much to write")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest byte")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--top-k", type=int, default=2, help="experts a byte goes to, if the model was upcycled")
     args = parser.parse_args()
 
     path = find_checkpoint(args.path)
     print(f"A sample from {path}:\n", file=sys.stderr)
-    model = build(*load(path))
+    model = build(*load(path), args.top_k)
     text = args.prompt.encode() + generate(model, args.prompt.encode(), args.bytes, args.temperature, args.seed)
     print(text.replace(END_OF_FILE, b"\n").decode(errors="replace"))
 

@@ -302,6 +302,7 @@ class _Planned:
                 if experts.sharding.lives_here(name):
                     shards = self.layout.expert_data_size if name in sharded else 1
                     part = experts.sharding.local_shape(name)
+                    learns = name in self.parameters and tensor.requires_grad  # any may get tokens
                     found[name] = held(tensor, learns, shards, experts.place, part, apart=True)
                 continue
             found[name] = held(tensor, learns, self.layout.shard_size if name in sharded else 1, place)
@@ -314,9 +315,7 @@ class _Planned:
         buckets = sum(each.bytes for each in whole_ones if reduced[each.apart])
         groups: dict[int, int] = {}
         for name, number in sharded.items():
-            if (
-                name not in parameters or not parameters[name].sharded
-            ):  # an expert that is another rank's, or this one's
+            if name not in parameters or not parameters[name].sharded:  # experts of others, or of this rank alone
                 continue
             groups[number] = groups.get(number, 0) + parameters[name].whole_bytes
         if not groups:

@@ -120,24 +120,25 @@ def _run(
     bounds = torch.searchsorted(key, torch.arange(experts + 1, device=key.device))
     routing = _agree(bounds.diff(), values, axis, problem, anew)
     kept = sum(routing.route.send)
-    there, back, holes = order[:kept], _inverse(order), kept < len(expert)
+    there, back = order[:kept], _inverse(order)
+    dropped = order[kept:] if kept < len(expert) else None
 
     tie = _leaf(values) if routing.differentiable else None
     first = Exchange(routing.route, 1 / axis.scale)
-    rows = _Rows.apply(values, there // choices, back, choices, holes)
+    rows = _Rows.apply(values, there // choices, back, choices, None, dropped)
     sent = send(rows, first, tie if routing.values_differentiable else None)
     beside = meanwhile()
     rows, dispatched = receive(sent, first)
     moves = routing.by_expert()
     if moves is not None:
-        rows = _Rows.apply(rows, *moves, 1, False)
+        rows = _Rows.apply(rows, *moves, 1, None, None)
     computed = _compute(compute, rows, routing.local_counts, axis)
     if moves is not None:
-        computed = _Rows.apply(computed, *reversed(moves), 1, False)
+        computed = _Rows.apply(computed, *reversed(moves), 1, None, None)
     second = Exchange(routing.route.back(), axis.scale)
     sent = send(computed, second, dispatched if routing.values_differentiable else tie)
     home, _ = receive(sent, second)
-    return _Rows.apply(home, back, there, 1, holes), beside
+    return _Rows.apply(home, back, there, 1, dropped, None), beside
 
 
 def _compute(compute: Compute, rows: Tensor, counts: list[int], axis: ExpertAxis) -> Tensor:
@@ -297,30 +298,41 @@ def _part(choices: Tensor, tokens: int, rank: int) -> Tensor:
 
 
 class _Rows(torch.autograd.Function):
-    """Rows in another order; indices past the end are rows of zeros. Backward is a gather and a sum over choices."""
+    """Rows in another order. Backward is a gather too, and a sum over choices.
+
+    The index of a row of zeros is past the end; ``empty`` are the places of these in the result, ``empty_back`` in the
+    gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, there: Tensor, back: Tensor, choices: int, holes: bool) -> Tensor:
-        ctx.choices, ctx.holes = choices, holes
-        ctx.save_for_backward(back)
-        return _pick(values, there, holes)
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        there: Tensor,
+        back: Tensor,
+        choices: int,
+        empty: Tensor | None,
+        empty_back: Tensor | None,
+    ) -> Tensor:
+        ctx.choices = choices
+        ctx.save_for_backward(back, empty_back)
+        return _pick(values, there, empty)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        rows = _pick(gradient, ctx.saved_tensors[0], ctx.holes)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        rows = _pick(gradient, *ctx.saved_tensors)
         if ctx.choices > 1:
             rows = rows.view(len(rows) // ctx.choices, ctx.choices, rows.shape[1]).sum(1)
-        return rows, None, None, None, None
+        return rows, None, None, None, None, None
 
 
-def _pick(values: Tensor, index: Tensor, holes: bool) -> Tensor:
-    if not holes:
+def _pick(values: Tensor, index: Tensor, empty: Tensor | None) -> Tensor:
+    if empty is None:
         return values.index_select(0, index)
     if not len(values):
         return values.new_zeros((len(index), values.shape[1]))
-    last = len(values) - 1
-    return values.index_select(0, index.clamp_max(last)).masked_fill_((index > last).unsqueeze(1), 0)
+    return values.index_select(0, index.clamp_max(len(values) - 1)).index_fill_(0, empty, 0)
 
 
 def _inverse(order: Tensor) -> Tensor:

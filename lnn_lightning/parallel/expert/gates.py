@@ -48,7 +48,7 @@ def top_k(
     """
     logits = checked_logits(logits, k, capacity_factor)
     probs = logits.softmax(-1)
-    chosen = remember(lambda: probs.topk(k, dim=-1).indices)
+    chosen = remember(lambda: probs.detach().topk(k, dim=-1).indices)
     weights = probs.gather(-1, chosen)
     return place(
         logits,
@@ -76,7 +76,7 @@ def switch(
     """
     logits = checked_logits(logits, 1, capacity_factor)
     probs = logits.softmax(-1)
-    chosen = remember(lambda: probs.argmax(-1, keepdim=True))
+    chosen = remember(lambda: probs.detach().argmax(-1, keepdim=True))
     losses = {"balance": balance_of(probs, chosen, average, remember)}
     return place(logits, chosen, probs.gather(-1, chosen), losses, capacity_factor)
 
@@ -115,7 +115,7 @@ def gshard(
     """
     logits = checked_logits(logits, 2, capacity_factor)
     probs = logits.softmax(-1)
-    chosen = remember(lambda: probs.topk(2, dim=-1).indices)
+    chosen = remember(lambda: probs.detach().topk(2, dim=-1).indices)
     weights = probs.gather(-1, chosen)
     weights = weights / weights.sum(-1, keepdim=True)
     losses = {"balance": balance_of(probs, chosen[:, :1], average, remember)}
@@ -169,7 +169,9 @@ def noisy_top_k(
     noisy = logits
     if training:
         noisy = logits + remember(lambda: torch.randn_like(logits) if noise is None else noise) * spread
-    first = remember(lambda: noisy.topk(min(k + 1, experts), dim=-1).indices)  # one more: the first that is not chosen
+    first = remember(
+        lambda: noisy.detach().topk(min(k + 1, experts), dim=-1).indices
+    )  # one more: the first that is not chosen
     chosen = first[:, :k]
     highest = noisy.gather(-1, first)
     weights = highest[:, :k].softmax(-1)
@@ -206,7 +208,7 @@ def expert_choice(logits: Tensor, average_experts: float, *, remember: Remember 
     tokens, experts = logits.shape
     size = min(capacity_of(tokens, experts, 1, average_experts), tokens)
     probs = logits.softmax(-1)
-    taken = remember(lambda: probs.topk(size, dim=0).indices)  # [C, E]
+    taken = remember(lambda: probs.detach().topk(size, dim=0).indices)  # [C, E]
     is_taken = torch.zeros_like(probs, dtype=torch.bool).scatter(0, taken, True)
     counts = is_taken.sum(-1)
     fake = isinstance(counts, FakeTensor) or counts.is_meta

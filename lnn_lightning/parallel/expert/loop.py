@@ -104,7 +104,7 @@ def _run_recorded(
     if recorder.problem is None and not torch.equal(calls, remembered(lambda: calls)):
         recorder.problem = (
             f"{recorder.name!r} runs again in backward (recomputation), and sends its tokens to other experts than in "
-            "its first run: it is not deterministic. Leave it out of recomputation, or let it route by its input alone"
+            "its first run: it is not deterministic. Leave it out of recomputation, or let it route by its input alone."
         )
     if recorder.problem is None and recorder.values:
         values = torch.cat([value.reshape(-1, each.width) for value in recorder.values])
@@ -114,8 +114,8 @@ def _run_recorded(
         expert = torch.empty(0, dtype=torch.int64, device=device)
     if note is not None and recorder.problem is None:
         note(expert)
-    elsewhere = f"{recorder.name!r} cannot run its experts; what is wrong is said where it is"
-    problem = recorder.problem or elsewhere, torch.tensor(recorder.problem is not None)
+    elsewhere = f"{recorder.name!r} cannot run its experts, for the reason that is said there."
+    problem = recorder.problem or elsewhere, torch.full((), recorder.problem is not None, device=device)
     compute = partial(_run_local, recorder, axis, each, result)
     return run_experts(values, expert, len(recorder.experts), axis, compute, problem=problem, anew=True)
 

@@ -99,7 +99,14 @@ def micro_batch(batch: Tensor, index: int, ranks: int, parts: int) -> Tensor:
 
 
 def train_plainly(
-    settings: Upcycle, steps: int, ranks: int, parts: int, accumulate: int = 1, seed: int = 0, **options: Any
+    settings: Upcycle,
+    steps: int,
+    ranks: int,
+    parts: int,
+    accumulate: int = 1,
+    seed: int = 0,
+    given: list[Tensor] | None = None,
+    **options: Any,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """AdamW on loss + losses of the layers; the state at the end and the latter's mean in each step."""
     model = build(**options)
@@ -107,7 +114,7 @@ def train_plainly(
     tokens = Tokens(model)
     optimizer = model.configure_optimizers()
     added = []
-    for index, batch in enumerate(batches(steps * accumulate)):
+    for index, batch in enumerate(given or batches(steps * accumulate)):
         total = 0.0
         for part in range(parts):
             words = micro_batch(batch, part, ranks, parts)
