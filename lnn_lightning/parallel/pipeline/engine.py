@@ -161,7 +161,7 @@ class PipelineEngine:
         if not training and wanted == 1:
             return split_batch(batch, 1)
         size = batch_size_of(batch)
-        if self._keeps_pace and wanted != 1:
+        if self._keeps_pace and self.placement.cuts(wanted):
             size = common_size(size, self.mesh.group(DATA), self.communication_device())
         return split_batch(batch, self.placement.microbatches(size, wanted))
 
