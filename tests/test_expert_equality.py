@@ -104,6 +104,18 @@ def test_tensor_ranks_with_whole_experts(names: list[str], world_size: int) -> N
 
 
 @pytest.mark.slow
+def test_fewer_expert_ranks_than_tensor_ranks() -> None:
+    """A group of expert ranks has a part of the tokens alone; only the average over groups is the whole gradient."""
+    check(
+        4,
+        [
+            (name, {**EP2, "tensor_parallel_size": 4, "zero_stage": 1}, SHORT)
+            for name in ("moe_mixtral", "moe_skipping")
+        ],
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["moe_mixtral", "moe_qwen3"], ["moe_skipping", "moe_litgpt"]])
 def test_tensor_ranks_that_divide_experts(names: list[str]) -> None:
     layout = {"expert": ExpertParallel(2, tensor_parallel=True), "tensor_parallel_size": 2}

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from lnn_lightning.optim.block_scales import BlockScales, scaled_blocks
-from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.errors import LayoutError, StepError
+from lnn_lightning.parallel.expert.layer import moe_layers
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
 from lnn_lightning.precision import MeshMixedPrecision
 
@@ -17,11 +18,19 @@ def scale_blocks(engine: PipelineEngine, plugin: Any, device: torch.device) -> N
     """Gives the blocks of a divided module gradient scales, once, if the precision plugin asks for them.
 
     Raises:
+        LayoutError: layers of experts have losses of their own.
         StepError: the strategy divides gradients in a way that scales of blocks do not follow.
     """
     settings = plugin.gradient_scales if isinstance(plugin, MeshMixedPrecision) else None
     if settings is None or any(isinstance(extension, BlockScales) for extension in engine.extensions):
         return
+    if balanced := [name for name, layer in moe_layers(engine.root).items() if layer.has_losses]:
+        raise LayoutError(
+            f"`gradient_scales` of blocks and the balancing losses of upcycled experts (`upcycle.aux_loss` and "
+            f"`upcycle.z_loss`, in {balanced[0]!r}) do not go together: these get into the gradients within a block, "
+            "past its scale, and would weigh too little. Leave `gradient_scales` out, or set `aux_loss=0` and "
+            "`z_loss=0` (the gate 'bias' balances without a loss)."
+        )
     way_out = None
     if engine.sharding is not None:
         way_out = "`zero_stage` 0 or 1: gradients of sharded parameters are made by torch's `fully_shard`"

@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,8 +13,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lnn_lightning import PTDPStrategy
-from lnn_lightning.parallel.errors import StepError
+from lnn_lightning.parallel.errors import LayoutError, StepError
+from lnn_lightning.parallel.expert.settings import Upcycle
+from lnn_lightning.parallel.expert.upcycle import upcycle
 from lnn_lightning.precision import BlockScaling, MeshGradScaler, MeshMixedPrecision
+from lnn_lightning.strategies.scaling import scale_blocks
 from tests.helpers.ranks import launch_ranks
 from tests.helpers.reference import quiet_trainer, relative_error
 from tests.precision.test_masters import CLASSES, LAYOUTS, WIDTH, Shares
@@ -191,3 +195,13 @@ def _closure(rank: int, size: int) -> str:
 
 def test_a_value_that_comes_in_by_another_way_is_refused() -> None:
     assert "'blocks.0' computes with a value with gradients" in launch_ranks(_closure, 1)[0]
+
+
+def test_losses_of_experts_are_refused() -> None:
+    """They get into the gradients within a block, where its scale is in force, without it."""
+    plugin = MeshMixedPrecision("16-mixed", "cpu", MeshGradScaler("cpu"), gradient_scales="per_block")
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    upcycle(model, Upcycle("1", experts=2))
+    engine: Any = SimpleNamespace(root=model, extensions=[])
+    with pytest.raises(LayoutError, match="`gradient_scales` of blocks and the balancing losses .* in '1'"):
+        scale_blocks(engine, plugin, torch.device("cpu"))

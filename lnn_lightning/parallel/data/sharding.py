@@ -282,10 +282,10 @@ class Sharding:
 
     def _drop_unused(self) -> None:
         """What no data rank has used has no gradient, as on one process."""
-        groups = [self._ranks, *([self._apart.mesh.get_group()] if self._apart is not None else [])]
         learning = [shard for shard in self.shards if shard.parameter.requires_grad]
-        for group in groups:
-            of_group = [s.parameter for s in learning if self._is_apart(s.name) == (group is not self._ranks)]
+        for apart in (False, True):
+            group = self._apart.mesh.get_group() if apart and self._apart is not None else self._ranks
+            of_group = [shard.parameter for shard in learning if self._is_apart(shard.name) == apart]
             Unused(of_group, group, [id(parameter) not in self._used for parameter in of_group]).drop()
         self._used.clear()
 

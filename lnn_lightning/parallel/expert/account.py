@@ -4,7 +4,8 @@ The user's loss knows nothing of a router. So the auxiliary losses of a layer ar
 that returns its input and gives the loss, in backward, the gradient that it would have had as a term of the step's
 loss. That is the same number for every micro-batch, stage and layer, whatever form the user's loss has: the auxiliary
 loss of a step is the mean over its micro-batches (each of as many tokens), and that over the data ranks, which average
-gradients.
+gradients. So it is next to a loss that is a sum over all samples, too. Ranks whose batches differ in size count alike
+in it, where a mean loss weighs them by their samples: a token of the smaller batch counts a bit more for the balance.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ class ExpertAxis:
         divides_experts: each tensor rank has a part of every expert; otherwise tensor ranks share out the tokens.
         hosts: for exchanges in two steps: the group of this host's ranks and that of the ranks at this one's place on
             the other hosts; None: one step.
+        same: the ranks that hold the same experts as this one; None: it is the only one.
     """
 
     size: int = 1
@@ -34,6 +35,7 @@ class ExpertAxis:
     tensor: TensorAxis | None = None
     divides_experts: bool = False
     hosts: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    same: dist.ProcessGroup | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertAxis:
         return self

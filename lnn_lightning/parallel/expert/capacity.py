@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 
 def capacity_of(tokens: int, experts: int, top_k: int, factor: float) -> int:
     """Rows that an expert takes of so many tokens: ``factor`` times its even share, rounded up (GShard, 3.2)."""
-    return math.ceil(factor * top_k * tokens / experts)
+    exact = Fraction(f"{factor:.12g}")  # as it was written: 1.1 * 50 / 11 is five, and in floating point a bit more
+    return math.ceil(exact * top_k * tokens / experts)
 
 
 def within_capacity(expert: Tensor, weights: Tensor | None, experts: int, capacity: int) -> Tensor:

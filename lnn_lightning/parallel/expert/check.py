@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lnn_lightning.parallel.comparison import RESULT, Pair, first_difference
 from lnn_lightning.parallel.expert.axis import ExpertAxis
 from lnn_lightning.parallel.expert.cuts import Cuts, divide_fused, divide_loop
 from lnn_lightning.parallel.expert.find import Seam, router_widths, token_widths
@@ -24,7 +25,6 @@ from lnn_lightning.parallel.step.tree import tree_tensors
 from lnn_lightning.parallel.tensor.axis import Spec, take_part
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}  # some blocks compute a part in fp32 whatever they are given
-_NARROW_TOLERANCE = 5e-2
 _TOKENS = 24
 
 
@@ -172,37 +172,36 @@ def _divide(block: nn.Module, seam: Seam, inner: str, axis: ExpertAxis, cuts: Cu
 def _differences(expected: _Result, found: _Result, own: dict[str, _Part], axis: ExpertAxis) -> str:
     if [each.shape for each in expected.outputs] != [each.shape for each in found.outputs]:
         return "shared out, it returns values of other shapes"
-    pairs: list[tuple[str, Tensor | None, Tensor | None]] = []
-    pairs += [("a result", a, b) for a, b in zip(expected.outputs, found.outputs, strict=True)]
+    pairs: list[Pair] = []
+    pairs += [(RESULT, a, b) for a, b in zip(expected.outputs, found.outputs, strict=True)]
     pairs += [("the gradient of an input", a, b) for a, b in zip(expected.inputs, found.inputs, strict=True)]
     for name, value in expected.values.items():
         wanted, got = expected.parameters[name], found.parameters[name]
         if name in own:
-            wanted = torch.zeros_like(value) if wanted is None else wanted.clone()
-            if axis.size > 1:
-                dist.all_reduce(wanted, group=axis.group)
-            wanted *= axis.scale
-            if axis.tensor is not None and not axis.divides_experts:
-                wanted /= axis.tensor.size
+            wanted = torch.zeros_like(value) if wanted is None else wanted
+            wanted = _mean(_mean(wanted, axis.group if axis.size > 1 else None), axis.same)  # over all data
             wanted = own[name].of(wanted, axis)
+            if wanted is not None:  # as in training: each of these ranks has the share of the tokens it was sent
+                got = _mean(torch.zeros_like(wanted) if got is None else got, axis.same)
         pairs.append((f"the gradient of {name!r}", wanted, got))
-    scale = max((float(a.double().norm()) for what, a, _ in pairs if a is not None and what != "a result"), default=0.0)
-    for what, a, b in pairs:
-        if a is None and b is None:
-            continue
-        a, b = (torch.zeros_like(b) if a is None else a), (torch.zeros_like(a) if b is None else b)  # type: ignore[arg-type]
-        bound = _TOLERANCE.get(a.dtype, _NARROW_TOLERANCE)
-        size = max(float(a.double().norm()), 0.0 if what == "a result" else 1e-3 * scale)
-        error = float((a.double() - b.double()).norm())
-        if not error <= bound * max(size, 1e-30):
-            return f"shared out, {what} is off by {error / max(size, 1e-30):.1e} (relative)"
-    return ""
+    difference = first_difference(pairs, _TOLERANCE)
+    return difference and f"shared out, {difference}"
+
+
+def _mean(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The mean over the ranks of a group; None: this one alone."""
+    if group is None:
+        return value
+    total = value.clone()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
 
 
 def _agreed(problem: str, axis: ExpertAxis) -> str:
     """The first problem that any rank has."""
     groups = [axis.group] if axis.size > 1 else []
     groups += [axis.tensor.group] if axis.tensor is not None else []
+    groups += [axis.same] if axis.same is not None else []
     for group in groups:
         everyones: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyones, problem, group=group)

@@ -192,9 +192,8 @@ def _agree(counts: Tensor, values: Tensor, axis: ExpertAxis, problem: Problem | 
     size, most = axis.size, -(-len(counts) // axis.size)
     text, bad = problem if isinstance(problem, tuple) else (problem, problem is not None)
     gradients = torch.is_grad_enabled()
-    flags = [(bad != 0).long().view(1)] if isinstance(bad, Tensor) else [counts.new_full((1,), bad)]
-    flags += [counts.new_full((1,), flag) for flag in (gradients, gradients and values.requires_grad)]
-    told = torch.cat([_by_rank(counts, axis, most), torch.cat(flags).expand(size, -1)], 1)
+    flags = _flags(counts, bad, gradients, gradients and values.requires_grad)
+    told = torch.cat([_by_rank(counts, axis, most), flags.expand(size, -1)], 1)
     arriving, mine, theirs, table = _exchange_counts(told, axis, (lambda make: make()) if anew else remembered)
     _refuse(axis, text, [row[most] for row in theirs])
     _refuse_mixed(axis, [row[most + 1] for row in theirs])
@@ -207,6 +206,14 @@ def _agree(counts: Tensor, values: Tensor, axis: ExpertAxis, problem: Problem | 
         # in the second run of a reentrant checkpoint: not known, its first run was without gradients
         gradients and any(row[most + 2] or not row[most + 1] for row in theirs),
     )
+
+
+def _flags(counts: Tensor, *flags: bool | Tensor) -> Tensor:
+    """Flags as numbers, where the counts are; one may be a tensor of one element, which the host does not wait for."""
+    numbers = [
+        (flag != 0).to(counts).view(1) if isinstance(flag, Tensor) else counts.new_full((1,), flag) for flag in flags
+    ]
+    return torch.cat(numbers)
 
 
 def _exchange_counts(

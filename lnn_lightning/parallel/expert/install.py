@@ -69,7 +69,8 @@ class ExpertSharding:
 
     Attributes:
         seams: those that are shared out; after :meth:`install` without those that failed their check.
-        names: first names of all parameters and buffers that belong to experts.
+        names: first names of all parameters and buffers that belong to experts; none if every rank holds all of them,
+            which are then like any other parameters.
         left: seam that is not shared out -> the reason.
 
     Raises:
@@ -252,7 +253,7 @@ class ExpertSharding:
                 owner = next(rank for rank in range(self.axis.size) if index in self.axis.span(seam.experts, rank))
                 for name, tensor in named_tensors(self.root.get_submodule(member)):
                     self._shapes[f"{member}.{name}"], self._owners[f"{member}.{name}"] = tensor.shape, owner
-        self.names = frozenset(self._shapes)
+        self.names = frozenset(self._shapes) if self._is_spread else frozenset()
 
     def _reason_against(self, seam: Seam, module: nn.Module, verdicts: dict[Any, tuple[Cuts, str]]) -> str | None:
         """Why a seam must be left alone; None if it can be shared out."""

@@ -15,8 +15,11 @@ from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.expert.account import running_account
 from lnn_lightning.parallel.expert.axis import ExpertAxis
 from lnn_lightning.parallel.expert.dispatch import run_experts
+from lnn_lightning.parallel.expert.recording import buffers_aside
 from lnn_lightning.parallel.expert.router import Router
 from lnn_lightning.parallel.expert.settings import Upcycle
+from lnn_lightning.parallel.step.leftovers import attributes_preserved
+from lnn_lightning.parallel.step.randomness import preserved_rng
 from lnn_lightning.parallel.step.remember import remembered
 from lnn_lightning.parallel.step.tree import tree_flatten
 from lnn_lightning.parallel.tensor.sharded import book_wholes, is_sharded, whole
@@ -98,8 +101,9 @@ class MoELayer(nn.Module):
         results = [run(expert, part) for expert, part in parts if len(part)]
         if results:
             return results[0] if len(results) == 1 else torch.cat(results)
-        with torch.no_grad():  # other ranks send in the dtype that autocast, say, gives theirs
-            return rows.to(run(own[0], rows.new_zeros((1, rows.shape[1]))).dtype)
+        # other ranks send in the dtype that autocast, say, gives theirs; of two rows, which a batch norm wants at least
+        with torch.no_grad(), preserved_rng(rows.device), attributes_preserved(own[0]), buffers_aside(own[0].modules()):
+            return rows.to(run(own[0], rows.new_zeros((2, rows.shape[1]))).dtype)
 
     def _traced(self, tokens: Tensor, run: Run) -> Tensor:
         """Shapes and work without data: which expert a token goes to is nothing to be followed."""
@@ -107,6 +111,12 @@ class MoELayer(nn.Module):
         choices = self.router.k
         expert = self.experts[self.axis.span(len(self.experts))[0]]
         return run(expert, tokens.repeat_interleave(choices, 0)).view(len(tokens), choices, -1).sum(1)
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether its router's losses are to get into the gradients."""
+        balances = self.router.gate not in ("bias", "expert_choice")
+        return self.z_loss > 0 or (self.aux_loss > 0 and balances)
 
     def extra_repr(self) -> str:
         """The weights of the losses, for the printed module."""

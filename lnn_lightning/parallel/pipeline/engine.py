@@ -24,7 +24,7 @@ from lnn_lightning.parallel.pipeline.probe import LossForm, find_loss_form
 from lnn_lightning.parallel.pipeline.residence import Residence
 from lnn_lightning.parallel.pipeline.schedules import Placement
 from lnn_lightning.parallel.pipeline.setup import set_up, shard_engine
-from lnn_lightning.parallel.pipeline.spreading import find_experts
+from lnn_lightning.parallel.pipeline.spreading import find_experts, keeps_pace
 from lnn_lightning.parallel.pipeline.stage import WatchedStage
 from lnn_lightning.parallel.pipeline.train_step import EVALUATION, TRAINING, Step, StepResult, TrainStep
 from lnn_lightning.parallel.step.batch import batch_size_of, own_copy, split_batch
@@ -90,6 +90,7 @@ class PipelineEngine:
         self.unset: set[str] | None = None
         """Set to an empty set if values follow: gets the names of what was on the meta device and has none yet."""
         self.seams = find_experts(root, mesh.layout, settings.expert)
+        self._keeps_pace = keeps_pace(root, mesh)
         units = find_units(root, self.placement.num_stages, settings.split_points)
         self.book = PlanBook(root, units, self.placement.num_stages, observer)
         modules = {name: root.get_submodule(name) for name in self.book.groups}
@@ -155,12 +156,12 @@ class PipelineEngine:
         self._replicas.adopt(self.residence, overlap=self.placement.num_stages == 1 and self.sharding is None)
 
     def split(self, batch: Any, training: bool) -> list[Any]:
-        """The micro-batches of a local batch. Collective over the data ranks where experts are spread over them."""
+        """The micro-batches of a local batch. Collective over the data ranks if blocks of these meet in it."""
         wanted = self.settings.microbatches if training else self.settings.evaluation_microbatches
         if not training and wanted == 1:
             return split_batch(batch, 1)
         size = batch_size_of(batch)
-        if self.mesh.experts is not None and wanted != 1:  # all ranks must send tokens as often as the others
+        if self._keeps_pace and self.placement.cuts(wanted):
             size = common_size(size, self.mesh.group(DATA), self.communication_device())
         return split_batch(batch, self.placement.microbatches(size, wanted))
 

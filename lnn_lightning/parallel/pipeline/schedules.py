@@ -80,17 +80,19 @@ class Placement:
         """Stages a rank runs."""
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
+    def cuts(self, wanted: int | str) -> bool:
+        """Whether batches are cut at all."""
+        return not (self.kind.one_microbatch or wanted == 1 or (self.num_stages == 1 and wanted == "auto"))
+
     def microbatches(self, batch_size: int | None, wanted: int | str) -> int:
         """How many micro-batches a batch is cut into: the largest divisor of it that the schedule takes.
 
         ``"auto"`` asks for four a rank (GPipe, section 2.3: the bubble is negligible from there on).
         """
-        if self.kind.one_microbatch or self.num_stages == 1 and wanted == "auto":
+        if not self.cuts(wanted):
             return 1
         count = 4 * self.ranks if wanted == "auto" else int(wanted)
         if batch_size is None:
-            if count == 1:
-                return 1
             raise StepError(
                 "The batch has no batch dimension (no tensor with at least one dimension), so it cannot be cut into "
                 "micro-batches. Return tensors whose first dimension is the batch, or set `microbatches=1`."

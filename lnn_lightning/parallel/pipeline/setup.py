@@ -46,19 +46,25 @@ def set_up(engine: PipelineEngine, kind: str, step: Step, batch: Any, training: 
             trace = engine.book.trace(step, microbatch)
         sizes = {name: parameter.numel() for name, parameter in root.named_parameters()}
         stage_of = partition(trace, sizes, placement.num_stages, settings.split_points)
-        decision = [(trace.names, stage_of)]
+        decision = [(trace.names, stage_of, engine.seams)]
     except Exception as caught:  # noqa: BLE001 - told to all ranks below
         error = caught
     world = dist.group.WORLD
     comm_device = engine.communication_device()
     agree(error, world, comm_device)
     dist.broadcast_object_list(decision, src=0, device=comm_device)
-    names, stage_of = decision[0]
+    names, stage_of, seams = decision[0]
     try:
         if names != trace.names:
             raise StepError(
                 f"The step calls {list(trace.names)} on rank {dist.get_rank()} and {list(names)} on rank 0: all "
                 f"ranks must run the same model and the same step."
+            )
+        if seams != engine.seams:
+            here, there = ([seam.name for seam in each] for each in (engine.seams, seams))
+            raise StepError(
+                f"Blocks of experts are {here} on rank {dist.get_rank()} and {there} on rank 0: all ranks must build "
+                "the same model, with the same weights (`seed_everything`)."
             )
         ownership = find_ownership(root, engine.book.units, trace, stage_of, placement.num_stages)
         given = settings.sequence_parallel, settings.tensor_parallel_plan

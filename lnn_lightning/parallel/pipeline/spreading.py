@@ -12,9 +12,10 @@ from lnn_lightning.parallel.expert.axis import ExpertAxis
 from lnn_lightning.parallel.expert.find import Seam
 from lnn_lightning.parallel.expert.hosts import host_groups
 from lnn_lightning.parallel.expert.install import ExpertSharding, prepare_seams
+from lnn_lightning.parallel.expert.layer import moe_layers
 from lnn_lightning.parallel.expert.settings import ExpertParallel
 from lnn_lightning.parallel.hosts import hosts_of
-from lnn_lightning.parallel.layout import DATA, EXPERT, TENSOR, Layout, Mesh
+from lnn_lightning.parallel.layout import DATA, EXPERT, EXPERT_DATA, TENSOR, Layout, Mesh
 from lnn_lightning.parallel.tensor.axis import TensorAxis
 
 
@@ -39,6 +40,12 @@ def find_experts(root: nn.Module, layout: Layout, settings: ExpertParallel | Non
             "ModuleList or ModuleDict of equal modules on the tokens that a router chose for each. Leave it out, or "
             "make experts of a dense model: `upcycle={'blocks': '*.mlp', 'experts': 8}`."
         )
+    if capacity is not None and not any(seam.kind == "fused" for seam in seams):
+        raise StepError(
+            f"`capacity_factor={capacity}` is for experts that are one module with stacked weights. {seams[0].name!r} "
+            "has experts that are modules of their own, and its code decides which tokens they get. Leave it out, or "
+            "give `upcycle` a `capacity_factor`."
+        )
     for seam in seams:
         if seam.experts < size:
             raise StepError(
@@ -47,6 +54,13 @@ def find_experts(root: nn.Module, layout: Layout, settings: ExpertParallel | Non
             )
         vars(root.get_submodule(seam.name))["is_one_unit"] = True
     return seams
+
+
+def keeps_pace(root: nn.Module, mesh: Mesh) -> bool:
+    """Whether all data ranks must run their blocks equally often: they send tokens, or add up how these were routed."""
+    if mesh.size(DATA) == 1:
+        return False
+    return mesh.experts is not None or bool(moe_layers(root))
 
 
 def spread_experts(
@@ -85,4 +99,5 @@ def make_axis(mesh: Mesh, settings: ExpertParallel | None) -> ExpertAxis:
         tensor,
         layout.divides_experts,
         hosts,
+        experts.get_group(EXPERT_DATA) if layout.expert_data_size > 1 else None,
     )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from lnn_lightning.parallel.comparison import RESULT, Pair, first_difference
 from lnn_lightning.parallel.step.randomness import preserved_rng, reseed
 from lnn_lightning.parallel.step.shapes import own_object
 from lnn_lightning.parallel.step.standin import is_stand_in
@@ -32,7 +33,6 @@ from lnn_lightning.parallel.tensor.sharded import wholes
 from lnn_lightning.parallel.tensor.units import UnitPlan
 
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}  # some blocks compute a norm in fp32 whatever they are given
-_NARROW_TOLERANCE = 5e-2
 
 
 def check_units(
@@ -159,8 +159,8 @@ def _made_up(leaf: Tensor, device: torch.device) -> Tensor:
 def _differences(expected: _Result, found: _Result, plan: UnitPlan, axis: TensorAxis) -> str:
     if [value.shape for value in expected.outputs] != [value.shape for value in found.outputs]:
         return "divided, it returns values of other shapes"
-    pairs: list[tuple[str, Tensor | None, Tensor | None]] = []
-    pairs += [("a result", a, b) for a, b in zip(expected.outputs, found.outputs, strict=True)]
+    pairs: list[Pair] = []
+    pairs += [(RESULT, a, b) for a, b in zip(expected.outputs, found.outputs, strict=True)]
     pairs += [("the gradient of an input", a, b) for a, b in zip(expected.inputs, found.inputs, strict=True)]
     for name, gradient in expected.parameters.items():
         ours = found.parameters[name]
@@ -169,14 +169,5 @@ def _differences(expected: _Result, found: _Result, plan: UnitPlan, axis: Tensor
         if name in plan.partial and gradient is not None:
             ours = axis.all_reduce(torch.zeros_like(gradient) if ours is None else ours)
         pairs.append((f"the gradient of {name!r}", gradient, ours))
-    scale = max((float(a.double().norm()) for what, a, _ in pairs if a is not None and what != "a result"), default=0.0)
-    for what, a, b in pairs:
-        if a is None and b is None:
-            continue
-        a, b = (torch.zeros_like(b) if a is None else a), (torch.zeros_like(a) if b is None else b)  # type: ignore[arg-type]
-        bound = _TOLERANCE.get(a.dtype, _NARROW_TOLERANCE)
-        size = max(float(a.double().norm()), 0.0 if what == "a result" else 1e-3 * scale)
-        error = float((a.double() - b.double()).norm())
-        if not error <= bound * max(size, 1e-30):
-            return f"divided, {what} is off by {error / max(size, 1e-30):.1e} (relative)"
-    return ""
+    difference = first_difference(pairs, _TOLERANCE)
+    return difference and f"divided, {difference}"

@@ -38,3 +38,5 @@ def test_no_tokens_and_rounding() -> None:
     assert within_capacity(torch.zeros(0, 2, dtype=torch.long), None, 3, 4).shape == (0, 2)
     assert capacity_of(10, 4, 2, 1.0) == 5
     assert capacity_of(10, 4, 1, 1.25) == 4  # 3.125, rounded up
+    assert capacity_of(50, 11, 1, 1.1) == 5 and capacity_of(100, 33, 1, 3 * 1.1) == 10  # no more in floating point
+    assert capacity_of(1, 8, 1, 1e-9) == 1

@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.expert.axis import ExpertAxis
 from lnn_lightning.parallel.expert.capacity import within_capacity
-from lnn_lightning.parallel.expert.dispatch import run_experts, run_experts_beside
+from lnn_lightning.parallel.expert.dispatch import _flags, run_experts, run_experts_beside
 from lnn_lightning.parallel.expert.exchange import counting
 from lnn_lightning.parallel.layout import Layout
 from tests.helpers.ranks import run_ranks
@@ -334,3 +335,9 @@ def _against_fairscale(rank: int, world_size: int) -> None:
 def test_capacity_and_dispatch_equal_fairscale() -> None:
     pytest.importorskip("fairscale")
     run_ranks(_against_fairscale, 2)
+
+
+def test_flags_go_to_the_device_of_the_counts() -> None:
+    with FakeTensorMode():
+        flags = _flags(torch.zeros(2, dtype=torch.long, device="cuda"), torch.tensor(True), False)
+    assert flags.device.type == "cuda" and flags.shape == (2,)

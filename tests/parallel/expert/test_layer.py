@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -150,3 +151,24 @@ def test_what_cannot_be_an_expert(experts: Any, given: Any, message: str) -> Non
     layer = MoELayer(Router(WIDTH, 2, k=1), [experts(), experts()])
     with pytest.raises(StepError, match=message):
         layer(*given)
+
+
+class Normed(nn.Module):
+    """Counts its calls, draws numbers, and keeps statistics of its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.calls = nn.BatchNorm1d(WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return F.dropout(self.norm(x), 0.5, self.training)
+
+
+def test_experts_without_tokens_leave_nothing_behind() -> None:
+    layer = MoELayer(Router(WIDTH, 2, k=1), [Normed(), Normed()])
+    before, random = {name: value.clone() for name, value in layer.state_dict().items()}, torch.get_rng_state()
+    rows = layer._compute(lambda expert, rows: expert(rows), torch.zeros(0, WIDTH), [0, 0])
+    assert rows.shape == (0, WIDTH) and torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert [expert.calls for expert in layer.experts] == [0, 0]
