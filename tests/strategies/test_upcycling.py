@@ -56,6 +56,14 @@ def test_resumed_at_another_expert_size(tmp_path: Path) -> None:
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-9)
 
 
+def test_experts_that_are_not_spread() -> None:
+    """With one expert rank all data ranks hold all experts, and average their gradients."""
+    state, _ = launch_ranks(_train, 2, 1, 1, {})[0]
+    wanted, _ = train_plainly(UPCYCLE, 2, 2, 1, 1, 5)
+    for name, value in wanted.items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-9)
+
+
 def test_averages_are_upcycled_too() -> None:
     """Lightning copies the module before the strategy makes experts of it."""
     _, averaged = launch_ranks(_train, 1, 1, 1, {"average": True})[0]

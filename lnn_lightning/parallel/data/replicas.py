@@ -35,11 +35,10 @@ class Replicas:
             residence: the parameters.
             overlap: reductions may be armed before the last backward.
         """
-        experts = residence.expert.names if residence.expert is not None else frozenset()
         learning: dict[str, list[nn.Parameter]] = {DATA: [], EXPERT_DATA: []}
         for name, parameter in residence.root.named_parameters():
             if residence.lives_here(name) and parameter.requires_grad and not is_sharded(parameter):
-                learning[EXPERT_DATA if name in experts else DATA].append(parameter)
+                learning[EXPERT_DATA if residence.is_expert(name) else DATA].append(parameter)
         for axis, parameters in learning.items():
             group = self._group(axis)
             known = self._replicas.get(axis)

@@ -21,6 +21,7 @@ from lnn_lightning.parallel.expert.fused import fused_forward
 from lnn_lightning.parallel.expert.recording import loop_state
 from lnn_lightning.parallel.expert.seam import SeamState, loop_forward, seam_of
 from lnn_lightning.parallel.expert.shared import prepare_beside
+from lnn_lightning.parallel.expert.tries import normalises_batches
 from lnn_lightning.parallel.step.standin import is_stand_in, named_tensors
 from lnn_lightning.parallel.tensor.axis import Spec, join_parts, reduced_shape, spans_of_part, take_part
 from lnn_lightning.parallel.tensor.check import agreed_failures
@@ -261,6 +262,8 @@ class ExpertSharding:
             return f"{shared!r} is used in more than one place"
         if self._is_elsewhere(seam):
             return None
+        if self._is_spread and any(normalises_batches(self.root.get_submodule(each)) for each in seam.members):
+            return "BatchNorm in them is to see the tokens of one rank"
         kind = (type(module), tuple((name, each.shape, each.dtype) for name, each in module.named_parameters()))
         if kind not in verdicts:
             cuts = self._cuts_of(seam, module)

@@ -107,6 +107,28 @@ def calls_its_experts(module: nn.Module, members: Sequence[nn.Module], widths: S
     return False
 
 
+def normalises_batches(module: nn.Module) -> bool:
+    """Whether there is BatchNorm inside: what it makes of a token depends on the others that a rank has."""
+    return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
+
+
+def mixes_tokens(module: nn.Module, width: int) -> bool:
+    """Whether what a module makes of a token depends on the tokens beside it; it has values."""
+    if normalises_batches(module):
+        return True
+    like = next(module.parameters())
+    for shape in ((_TOKENS, width), (1, _TOKENS, width), (1, 1, _TOKENS, width)):
+        tokens = made_up(shape, like)
+        with undisturbed(module), torch.no_grad():
+            try:
+                together, alone = module.forward(tokens.clone()), module.forward(tokens[..., -1:, :].clone())
+            except Exception:  # noqa: BLE001 - it takes tokens of another shape
+                continue
+        if together.isfinite().all():
+            return not close(together[..., -1:, :].double(), alone.double(), alone.dtype)
+    return False
+
+
 @contextmanager
 def _watched(members: Sequence[nn.Module]) -> Iterator[list[tuple[int, bool]]]:
     """Members answer with NaN; what each is called with: rows, and whether there is a NaN in them."""

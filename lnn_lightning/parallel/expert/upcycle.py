@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from lnn_lightning.parallel.errors import LayoutError
-from lnn_lightning.parallel.expert.find import Seam, find_seams
+from lnn_lightning.parallel.expert.find import Seam, find_seams, has_values
 from lnn_lightning.parallel.expert.layer import MoELayer, moe_layers
 from lnn_lightning.parallel.expert.router import make_gate
 from lnn_lightning.parallel.expert.settings import Upcycle
+from lnn_lightning.parallel.expert.tries import mixes_tokens
 from lnn_lightning.parallel.step.leftovers import attributes_preserved
 from lnn_lightning.parallel.step.randomness import preserved_rng, reseed, seed_of
 from lnn_lightning.parallel.tensor.trial import on_meta
@@ -129,6 +130,11 @@ def _check(
         raise LayoutError(
             f"{what} is no feed-forward module: it gives no tensor like the one that it is given, for tokens of any "
             "size that its parameters suggest, or wants more arguments. Match the feed-forward inside of a block."
+        )
+    if has_values(module) and mixes_tokens(module, width):
+        raise LayoutError(
+            f"{what} makes something else of a token when it has others beside it (attention and BatchNorm do). "
+            "Experts are given tokens of many samples together. Match the feed-forward inside of a block."
         )
     return width
 

@@ -63,7 +63,7 @@ class Residence:
 
     def is_expert(self, name: str) -> bool:
         """Whether a parameter or buffer belongs to experts that are spread over ranks."""
-        return self.expert is not None and name in self.expert.names
+        return name in self._experts
 
     def shard_group_of(self, name: str) -> dist.ProcessGroup:
         """Ranks over which ZeRO shards or deals out a parameter."""
@@ -176,7 +176,9 @@ class Residence:
 
     @property
     def _experts(self) -> frozenset[str]:
-        return self.expert.names if self.expert is not None else frozenset()
+        if self.expert is None or self.mesh.experts is None:  # with one expert rank all ranks hold all of them
+            return frozenset()
+        return self.expert.names
 
     def check_replicas(self) -> None:
         """Compares what all tensor ranks hold, bit by bit. Collective over them.

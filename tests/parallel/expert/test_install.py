@@ -97,6 +97,14 @@ def _left_alone(rank: int, size: int) -> None:
     x, index = torch.randn(3, 16, dtype=torch.float64), torch.tensor([[0], [1], [3]])
     assert block[0](x, index, torch.ones(3, 1)).shape == x.shape
 
+    normed = LLaMAMoE().double()
+    for expert in normed.experts:
+        expert.proj = nn.Sequential(expert.proj, nn.BatchNorm1d(expert.proj.out_features, dtype=torch.float64))
+    sharding = ExpertSharding(normed, prepare_seams(normed), axis)
+    with pytest.warns(UserWarning, match="BatchNorm") if rank == 0 else pytest.MonkeyPatch.context():
+        sharding.install()
+    assert not sharding.names
+
     small = block_of("mixtral", 4, "eager")
     with pytest.raises(LayoutError, match=r"4 experts, too few for 8 expert ranks.*at most 4"):
         ExpertSharding(small, prepare_seams(small), ExpertAxis(8, 0, dist.group.WORLD))

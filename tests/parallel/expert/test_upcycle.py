@@ -99,6 +99,13 @@ def test_size_of_tokens_is_found_whatever_stands_first() -> None:
     torch.testing.assert_close(model(x), wanted)
 
 
+class Mixing(FeedForward):
+    """A token gets the mean of all others too."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x) + x.mean(-2, keepdim=True) * scale
+
+
 class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -109,6 +116,8 @@ class Odd(nn.Module):
         self.tie.up.weight = self.tied.up.weight
         self.nest = nn.Sequential(FeedForward(), FeedForward())
         self.attention = nn.MultiheadAttention(4, 2)
+        self.mixing = Mixing()
+        self.batches = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
 @pytest.mark.parametrize(
@@ -124,6 +133,8 @@ class Odd(nn.Module):
         ({"blocks": "*.act"}, r"'first.act' \(GELU\), which has no parameters"),
         ({"blocks": "first"}, r"'first' \(ModuleDict\), which is a container"),
         ({"blocks": "attention"}, r"'attention' \(MultiheadAttention\), which is no feed-forward module"),
+        ({"blocks": "mixing"}, r"'mixing' \(Mixing\), which makes something else of a token when it has others"),
+        ({"blocks": "batches"}, r"'batches' \(Sequential\), which makes something else of a token"),
         ({"blocks": "nest.?", "every": 3}, r"every=3` takes none of the 2 modules .* \(nest.0, nest.1\)"),
     ],
 )
