@@ -40,7 +40,7 @@ def check(world_size: int, jobs: list[Job]) -> None:
             tolerance = max(tolerance, 1e-6)
         problems = differences([each[index] for each in results], expected, tolerance)
         expert = layout["expert"]
-        parts = expert.size * layout.get("pipeline_parallel_size", 1) * (tensor if expert.tensor_parallel else 1)
+        parts = expert.size * layout.get("pipeline_parallel_size", 1) * (tensor if expert.divide_experts else 1)
         parts *= max(1, ranks * tensor // parts) if layout.get("zero_stage", 0) > 1 else 1
         share = sum(each[index].spread for each in results) / world_size
         if not 0 < share <= 1.05 / parts:
@@ -118,5 +118,5 @@ def test_fewer_expert_ranks_than_tensor_ranks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [["moe_mixtral", "moe_qwen3"], ["moe_skipping", "moe_litgpt"]])
 def test_tensor_ranks_that_divide_experts(names: list[str]) -> None:
-    layout = {"expert": ExpertParallel(2, tensor_parallel=True), "tensor_parallel_size": 2}
+    layout = {"expert": ExpertParallel(2, divide_experts=True), "tensor_parallel_size": 2}
     check(4, [(name, layout, SHORT) for name in names])

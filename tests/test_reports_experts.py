@@ -18,7 +18,7 @@ from tests.strategies.test_resharding import contents
 from tests.zoo import ZOO
 
 EP2: dict[str, Any] = {"expert": ExpertParallel(2)}
-DIVIDED: dict[str, Any] = {"expert": ExpertParallel(2, tensor_parallel=True), "tensor_parallel_size": 2}
+DIVIDED: dict[str, Any] = {"expert": ExpertParallel(2, divide_experts=True), "tensor_parallel_size": 2}
 ONE = Run(n_steps=1)
 
 

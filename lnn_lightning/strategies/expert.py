@@ -14,7 +14,7 @@ class ExpertParallelStrategy(PTDPStrategy):
     Args:
         expert_parallel_size: see :class:`~lnn_lightning.parallel.expert.settings.ExpertParallel` (``size``), as the
             following.
-        divide_experts: each expert is divided over the tensor ranks (``tensor_parallel``).
+        divide_experts: each expert is divided over the tensor ranks.
         capacity_factor: tokens that an expert takes; None: nothing is dropped.
         two_step: send within hosts first.
         upcycle: make experts of a dense model.

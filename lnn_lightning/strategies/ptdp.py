@@ -156,13 +156,13 @@ class PTDPStrategy(ExpertHooks, DataHooks):
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
             expert_parallel_size=expert.size if expert is not None else 1,
-            divides_experts=expert is not None and expert.tensor_parallel,
+            divides_experts=expert is not None and expert.divide_experts,
             process_group_backend=process_group_backend,
             timeout=timeout,
             **parallel_strategy_arguments,
         )
         data_size, replicas = data_axis(data_parallel_size)
-        experts = (expert.size, expert.tensor_parallel) if expert is not None and data_size != "auto" else ()
+        experts = (expert.size, expert.divide_experts) if expert is not None and data_size != "auto" else ()
         Layout(
             *(pipeline_parallel_size, 1 if data_size == "auto" else data_size, tensor_parallel_size, replicas, *experts)
         )

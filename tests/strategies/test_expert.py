@@ -69,10 +69,10 @@ def test_from_yaml(tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(
         "trainer:\n  strategy:\n    class_path: lnn_lightning.PTDPStrategy\n    init_args:\n"
-        "      expert: {class_path: lnn_lightning.ExpertParallel, init_args: {size: 2, tensor_parallel: true}}\n"
+        "      expert: {class_path: lnn_lightning.ExpertParallel, init_args: {size: 2, divide_experts: true}}\n"
     )
     cli = LightningCLI(BoringModel, args=["--config", str(other)], run=False, save_config_callback=None)
-    assert cli.trainer.strategy._settings.expert == ExpertParallel(2, tensor_parallel=True)
+    assert cli.trainer.strategy._settings.expert == ExpertParallel(2, divide_experts=True)
     assert isinstance(pl.Trainer(strategy="expert_parallel", accelerator="cpu").strategy, ExpertParallelStrategy)
 
 

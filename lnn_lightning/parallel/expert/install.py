@@ -285,7 +285,7 @@ class ExpertSharding:
             raise LayoutError(
                 f"The experts of {seam.name!r} cannot be divided over {size} tensor ranks: no way to cut their weights "
                 "gives parts whose results add up to the whole's (their inner size must be a multiple, and nothing but "
-                "their matrices may depend on it). Leave `tensor_parallel=False`: tensor ranks then hold whole experts."
+                "their matrices may depend on it). Leave `divide_experts=False`: tensor ranks then hold whole experts."
             )
         return cuts
 

@@ -71,8 +71,8 @@ class ExpertParallel:
 
     Attributes:
         size: ranks that share out the experts of a block. Expert ranks are data ranks (and tensor ranks) too: each has
-            its own tokens. It must divide data ranks x tensor ranks, or the data ranks alone with ``tensor_parallel``.
-        tensor_parallel: with tensor ranks: each expert is divided over them, for wide experts. Otherwise experts stay
+            its own tokens. It must divide data ranks x tensor ranks, or the data ranks alone with ``divide_experts``.
+        divide_experts: with tensor ranks: each expert is divided over them, for wide experts. Otherwise experts stay
             whole, tensor ranks hold different ones, and each sends its share of the tokens.
         capacity_factor: for the model's own blocks whose experts are one module with stacked weights: an expert takes
             at most ``capacity_factor * top_k * tokens / experts`` of a rank's tokens, others are dropped; None:
@@ -85,7 +85,7 @@ class ExpertParallel:
     """
 
     size: int = 1
-    tensor_parallel: bool = False
+    divide_experts: bool = False
     capacity_factor: float | None = None
     two_step: bool | Literal["auto"] = "auto"
     upcycle: Upcycle | None = None

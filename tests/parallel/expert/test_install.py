@@ -113,7 +113,7 @@ def _left_alone(rank: int, size: int) -> None:
     for name, each in odd.named_modules():
         if name.endswith(("fc_1", "fc_2", "proj")):
             each.weight.data = each.weight.data[:29] if "fc" in name else each.weight.data[:, :29]
-    with pytest.raises(LayoutError, match=r"cannot be divided over 4 tensor ranks.*tensor_parallel=False"):
+    with pytest.raises(LayoutError, match=r"cannot be divided over 4 tensor ranks.*divide_experts=False"):
         ExpertSharding(odd, prepare_seams(odd), ExpertAxis(tensor=tensor, divides_experts=True)).install()
 
 

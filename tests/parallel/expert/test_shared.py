@@ -338,6 +338,6 @@ def test_trainings_in_other_layouts() -> None:
         {"pipeline_parallel_size": 2, "schedule": schedule, "microbatches": 2} for schedule in ("1f1b", "zero_bubble")
     ]
     layouts += [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "recompute": "full"}]
-    layouts += [{"expert": ExpertParallel(2, tensor_parallel=True), "tensor_parallel_size": 2}]
+    layouts += [{"expert": ExpertParallel(2, divide_experts=True), "tensor_parallel_size": 2}]
     layouts += [{"zero_stage": 3, "recompute": "full", "microbatches": 2}]
     check_trainings(4, layouts)
