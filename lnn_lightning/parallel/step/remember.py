@@ -70,13 +70,12 @@ _here = _Here()
 _remembering = 0
 
 
+@torch.no_grad()  # what autograd saved here would be missing in the second run
 def _made(make: Callable[[], Tensor]) -> _Decision:
     if not _here.first:
         return _Decision(make(), None)
     before = torch.get_rng_state()
     value = make()
-    if value.requires_grad:
-        raise ValueError("a value that is remembered has no gradient: make it of detached tensors")
     if value.device.type == "cpu":
         drew = not torch.equal(before, torch.get_rng_state())
         return _Decision(value, device_random_as_now(value.device) if drew else None)
