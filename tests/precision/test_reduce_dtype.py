@@ -41,7 +41,7 @@ def _on_the_wire(
         sent[dtype] = sent.get(dtype, 0) + elements * dtype.itemsize
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if counting[0] or kwargs.get("async_op"):
+        if tensor.is_floating_point() and (counting[0] or kwargs.get("async_op")):  # not who has a gradient at all
             count(tensor.dtype, tensor.numel())
         return reduce(tensor, *args, **kwargs)
 

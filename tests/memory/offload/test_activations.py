@@ -91,9 +91,8 @@ def test_a_write_that_fails_is_an_error_of_the_step(tmp_path: Path) -> None:
     store = Watched(tmp_path)
     keeper = ActivationKeeper(store, pin=False)
     store.broken = True
-    token = keeper.put(torch.randn(10_000), (0, 0))
+    kept = []
     with pytest.raises(OffloadError, match="the disk is broken"):
         for _ in range(1000):
-            keeper.put(torch.randn(100_000), (0, 0))
+            kept.append(keeper.put(torch.randn(100_000), (0, 0)))
     keeper.finish()
-    del token
