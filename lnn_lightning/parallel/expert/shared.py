@@ -140,9 +140,9 @@ class _Frame:
         self._learning = bool(self._objects) and self.block.training not in self.state.known and not in_second_run()
 
     def choice(self) -> int:
-        """Which siblings run ahead, a bit each."""
-        if self._is_cut or (torch.is_grad_enabled() and not checkpoints_are_remembered()):
-            return 0  # whoever runs this again would not know of it
+        """Which siblings run ahead, a bit each. It may be asked for without gradients, whatever the block computes."""
+        if self._is_cut or not self._mode or (self._mode[0] and not checkpoints_are_remembered()):
+            return 0  # with gradients: whoever runs this again would not know of it
         chosen = 0
         for name, place in self.state.known.get(self.block.training, {}).items():
             if name not in self.state.never and place in self._objects and _may_run_ahead(self.block._modules[name]):
