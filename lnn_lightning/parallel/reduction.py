@@ -1,8 +1,10 @@
-"""In which precision ranks add up gradients."""
+"""Sums over ranks: in which precision gradients are added up, and the mean of a value."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 
 def reduction_dtype(own: torch.dtype, chosen: torch.dtype | None) -> torch.dtype:
@@ -15,3 +17,12 @@ def reduction_dtype(own: torch.dtype, chosen: torch.dtype | None) -> torch.dtype
     if chosen is not None:
         return chosen
     return torch.float32 if own in (torch.float16, torch.bfloat16) else own
+
+
+def mean_over(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The mean of a value over the ranks of a group, which is left as it is; None: this rank alone. Collective."""
+    if group is None:
+        return value
+    total = value.clone()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -21,6 +21,7 @@ from lnn_lightning.parallel.expert.loads import block_loads, summed_loads
 from lnn_lightning.parallel.expert.picture import LoadHistory
 from lnn_lightning.parallel.layout import DATA, TENSOR
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
+from lnn_lightning.parallel.reduction import mean_over
 from lnn_lightning.strategies.memory import MemoryHooks
 
 _FIRST_PICTURE = 16
@@ -44,14 +45,9 @@ class ExpertHooks(MemoryHooks):
         self._accounted, self._account = engine, None
         self._loads, self._noted = LoadHistory(), 0
         if layers := moe_layers(engine.root):
-            average = self._data_average if self.mesh.size(DATA) > 1 else None
+            average = partial(mean_over, group=self.mesh.group(DATA)) if self.mesh.size(DATA) > 1 else None
             self._account = Account(layers, lambda: engine.scale, average)
             engine.extensions.append(self._account)
-
-    def _data_average(self, value: Tensor) -> Tensor:
-        total = value.clone()
-        dist.all_reduce(total, group=self.mesh.group(DATA))
-        return total / self.mesh.size(DATA)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

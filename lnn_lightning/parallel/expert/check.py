@@ -21,6 +21,7 @@ from lnn_lightning.parallel.expert.cuts import Cuts, divide_fused, divide_loop
 from lnn_lightning.parallel.expert.find import Seam, router_widths, token_widths
 from lnn_lightning.parallel.expert.seam import seam_of
 from lnn_lightning.parallel.expert.tries import made_up, made_up_choices, undisturbed
+from lnn_lightning.parallel.reduction import mean_over
 from lnn_lightning.parallel.step.tree import tree_tensors
 from lnn_lightning.parallel.tensor.axis import Spec, take_part
 
@@ -179,22 +180,13 @@ def _differences(expected: _Result, found: _Result, own: dict[str, _Part], axis:
         wanted, got = expected.parameters[name], found.parameters[name]
         if name in own:
             wanted = torch.zeros_like(value) if wanted is None else wanted
-            wanted = _mean(_mean(wanted, axis.group if axis.size > 1 else None), axis.same)  # over all data
+            wanted = mean_over(mean_over(wanted, axis.group if axis.size > 1 else None), axis.same)  # over all data
             wanted = own[name].of(wanted, axis)
             if wanted is not None:  # as in training: each of these ranks has the share of the tokens it was sent
-                got = _mean(torch.zeros_like(wanted) if got is None else got, axis.same)
+                got = mean_over(torch.zeros_like(wanted) if got is None else got, axis.same)
         pairs.append((f"the gradient of {name!r}", wanted, got))
     difference = first_difference(pairs, _TOLERANCE)
     return difference and f"shared out, {difference}"
-
-
-def _mean(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The mean over the ranks of a group; None: this one alone."""
-    if group is None:
-        return value
-    total = value.clone()
-    dist.all_reduce(total, group=group)
-    return total / dist.get_world_size(group)
 
 
 def _agreed(problem: str, axis: ExpertAxis) -> str:
