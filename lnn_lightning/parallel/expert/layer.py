@@ -87,7 +87,8 @@ class MoELayer(nn.Module):
         if isinstance(hidden, FakeTensor):
             return self._traced(tokens, run).view(hidden.shape)
         account = running_account(self)
-        routing = self.router(tokens, account.average if account is not None else None, remembered)
+        average = account.average if account is not None and self.aux_loss else None  # a balancing loss alone needs it
+        routing = self.router(tokens, average, remembered)
         weights = routing.weights if account is None else account.enter(self, routing, len(tokens))
         compute = partial(self._compute, run)
         problem = _NOT_FINITE, ~routing.finite
