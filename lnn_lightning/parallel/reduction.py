@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Protocol
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,3 +29,23 @@ def mean_over(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     total = value.clone()
     dist.all_reduce(total, group=group)
     return total / dist.get_world_size(group)
+
+
+class BucketReducer(Protocol):
+    """Averages a bucket of gradients in its place, in another way than by an all-reduce."""
+
+    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """The future is of the bucket's buffer."""
+
+
+class GradientReduction(Protocol):
+    """How gradients are averaged over ranks, if not by an all-reduce: `lnn_lightning.communication.Compressors`."""
+
+    def hook(self, place: str, group: dist.ProcessGroup, names: Mapping[int, str]) -> BucketReducer:
+        """For the parameters with these names (by identity) over a group, which has a name on this rank."""
+
+    def over(self, place: str, group: dist.ProcessGroup) -> Any:
+        """What averages over a group, the same each time."""
+
+    def scaled(self, scale: float) -> None:
+        """Before a step: the factor in its gradients (loss scale)."""

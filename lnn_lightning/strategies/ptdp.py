@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
+from lnn_lightning.communication import Compression
 from lnn_lightning.memory.gist import Gist
 from lnn_lightning.memory.offload.settings import Offload
 from lnn_lightning.memory.recompute import Recompute, check_recompute
@@ -39,6 +40,7 @@ from lnn_lightning.parallel.tensor.table import tensor_table
 from lnn_lightning.parallel.watch import doing
 from lnn_lightning.precision import MeshAgreement, mesh_precision, reduce_dtype_of
 from lnn_lightning.strategies.averaging import divide_averages, upcycle_averages
+from lnn_lightning.strategies.compression import CompressionHooks
 from lnn_lightning.strategies.data import DataHooks
 from lnn_lightning.strategies.effects import set_metric_group
 from lnn_lightning.strategies.experts import ExpertHooks
@@ -69,7 +71,7 @@ _LOSS_FORM = {
 }
 
 
-class PTDPStrategy(ExpertHooks, DataHooks):
+class PTDPStrategy(CompressionHooks, ExpertHooks, DataHooks):
     """Trains an unmodified LightningModule on a mesh of pipeline and data ranks.
 
     The module's ``training_step`` is traced once; its blocks are cut into stages, and from then on every rank runs the
@@ -106,6 +108,8 @@ class PTDPStrategy(ExpertHooks, DataHooks):
             ``upcycle`` feed-forwards of a dense model become experts first (docs/experts.md).
         activation_compression: :class:`lnn_lightning.Gist`: keep activations in fewer bytes between forward and
             backward.
+        gradient_compression: gradients in fewer bytes between data ranks: ``PowerSGD``, ``TopK``, ... of
+            :mod:`lnn_lightning.communication` (docs/compression.md); None: they are averaged exactly.
         evaluation_microbatches: the same as ``microbatches`` for validation, test and prediction. One gives exactly the
             results of one process.
         async_save: let training go on while a checkpoint is written, from a copy in host memory. The next save and the
@@ -140,6 +144,7 @@ class PTDPStrategy(ExpertHooks, DataHooks):
         recompute: Recompute = None,
         activation_compression: Gist | None = None,
         offload: Offload | None = None,
+        gradient_compression: Compression | None = None,
         expert: ExpertParallel | None = None,
         evaluation_microbatches: int = 1,
         async_save: bool = False,
@@ -192,6 +197,12 @@ class PTDPStrategy(ExpertHooks, DataHooks):
         )
         if activation_compression is not None and not isinstance(activation_compression, Gist):
             raise LayoutError(f"`activation_compression` must be None or Gist(...), got {activation_compression!r}.")
+        if gradient_compression is not None and not isinstance(gradient_compression, Compression):
+            raise LayoutError(
+                f"`gradient_compression` must be None or one of `lnn_lightning.communication`, such as "
+                f"PowerSGD(rank=4), got {gradient_compression!r}."
+            )
+        self._gradient_compression = gradient_compression
         check_recompute(recompute)
         self._recompute = recompute
         self._activation_compression = activation_compression
@@ -232,6 +243,7 @@ class PTDPStrategy(ExpertHooks, DataHooks):
         divide_averages(trainer, module)
         self.model = module
         if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_compression()
             self.setup_optimizers(trainer)
             self.engine.setup_training()
         self.setup_precision_plugin()

@@ -52,7 +52,7 @@ class StepHooks(ZeroHooks):
         module = self.lightning_module
         assert module is not None
         step = self._user_step("training_step", arguments)
-        scale = loss_scale(self.precision_plugin)
+        scale = self.engine.loss_scale = loss_scale(self.precision_plugin)
         if not module.automatic_optimization:
             return self.driver.train_manually(step, batch, scale)
         trainer = module.trainer

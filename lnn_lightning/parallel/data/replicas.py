@@ -11,6 +11,7 @@ from torch import nn
 from lnn_lightning.parallel.data.replicate import Replica
 from lnn_lightning.parallel.data.shards import is_sharded
 from lnn_lightning.parallel.layout import DATA, EXPERT_DATA, Mesh
+from lnn_lightning.parallel.reduction import GradientReduction
 
 if TYPE_CHECKING:
     from lnn_lightning.parallel.pipeline.residence import Residence
@@ -22,11 +23,15 @@ class Replicas:
     Args:
         mesh: this process's place.
         reduce_dtype: in which gradients are added up; None: see :func:`reduction_dtype`.
+
+    Attributes:
+        reduction: how gradients are averaged, if not by an all-reduce.
     """
 
     def __init__(self, mesh: Mesh, reduce_dtype: torch.dtype | None = None) -> None:
         self._mesh, self._reduce_dtype = mesh, reduce_dtype
         self._replicas: dict[str, Replica] = {}
+        self.reduction: GradientReduction | None = None
 
     def adopt(self, residence: Residence, overlap: bool) -> None:
         """Takes the parameters that learn now; they are on their device.
@@ -48,7 +53,9 @@ class Replicas:
             if parameters and group is not None:
                 # which experts get tokens differs between ranks, and so would the order of reductions among exchanges
                 armed = overlap and axis == DATA
-                self._replicas[axis] = Replica(parameters, group, armed, self._reduce_dtype)
+                names = residence.names_by_id()
+                reduction = self.reduction.hook(axis, group, names) if self.reduction is not None else None
+                self._replicas[axis] = Replica(parameters, group, armed, self._reduce_dtype, reduction)
 
     def _group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks of an axis; None: this one alone."""

@@ -7,7 +7,7 @@ not made by ``backward`` (zero bubble), it is flushed behind the schedule by a b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from lnn_lightning.parallel.data.unused import Unused
 from lnn_lightning.parallel.errors import StepError
-from lnn_lightning.parallel.reduction import reduction_dtype
+from lnn_lightning.parallel.reduction import BucketReducer, reduction_dtype
 
 
 class Replica:
@@ -30,6 +30,7 @@ class Replica:
         overlap: the reduction may be armed before the last backward; costs a walk through the graph for unused
             parameters.
         reduce_dtype: in which gradients are added up; None: see :func:`reduction_dtype`.
+        reduction: averages a bucket in place of the all-reduce.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Replica:
         group: dist.ProcessGroup,
         overlap: bool,
         reduce_dtype: torch.dtype | None = None,
+        reduction: BucketReducer | None = None,
     ) -> None:
         self.parameters = tuple(parameters)
         self._ddp = DistributedDataParallel(
@@ -47,9 +49,10 @@ class Replica:
             init_sync=False,
         )
         self._group, self._reduce_dtype = group, reduce_dtype
-        if any(reduction_dtype(parameter.dtype, reduce_dtype) != parameter.dtype for parameter in self.parameters):
+        reduce: Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]] = reduction or self._reduce
+        if reduction is not None or any(reduction_dtype(p.dtype, reduce_dtype) != p.dtype for p in self.parameters):
             # torch checks the annotations of a hook, and takes none for right
-            self._ddp.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+            self._ddp.register_comm_hook(None, lambda _, bucket: reduce(bucket))
         self._armed = False
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

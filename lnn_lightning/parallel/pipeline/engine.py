@@ -27,6 +27,7 @@ from lnn_lightning.parallel.pipeline.setup import set_up, shard_engine
 from lnn_lightning.parallel.pipeline.spreading import find_experts, keeps_pace
 from lnn_lightning.parallel.pipeline.stage import WatchedStage
 from lnn_lightning.parallel.pipeline.train_step import EVALUATION, TRAINING, Step, StepResult, TrainStep
+from lnn_lightning.parallel.reduction import GradientReduction
 from lnn_lightning.parallel.step.batch import batch_size_of, own_copy, split_batch
 from lnn_lightning.parallel.step.extension import StepExtension
 from lnn_lightning.parallel.step.materialize import defer_meta_tensors
@@ -98,6 +99,8 @@ class PipelineEngine:
         self._schedules: dict[int, tuple[Any, list[WatchedStage]]] = {}
         self._replicas = Replicas(mesh, settings.reduce_dtype)
         self.sharding: Sharding | None = None
+        self.loss_scale = 1.0
+        """Part of the factor on the loss that the loss scaler has put in."""
         self.first_trace: Trace
         self._current: TrainStep | None = None
 
@@ -151,6 +154,15 @@ class PipelineEngine:
         elif settings.shards_parameters and self.mesh.layout.shard_size > 1:
             self.sharding = shard_engine(self, settings)
 
+    @property
+    def reduction(self) -> GradientReduction | None:
+        """How gradients are averaged over data ranks; None: by an all-reduce. Set it before training."""
+        return self._replicas.reduction
+
+    @reduction.setter
+    def reduction(self, reduction: GradientReduction | None) -> None:
+        self._replicas.reduction = reduction
+
     def setup_training(self) -> None:
         """Makes what training needs besides the module; call when parameters are on their device."""
         self._replicas.adopt(self.residence, overlap=self.placement.num_stages == 1 and self.sharding is None)
@@ -187,6 +199,8 @@ class PipelineEngine:
         self._current = current
         if sync:
             self.setup_training()
+            if self.reduction is not None:
+                self.reduction.scaled(self.loss_scale)
             self._replicas.begin()
         self._armable = sync and self.placement.num_stages == 1 and self.sharding is None
         schedule, stages = self._schedule(current.plans, device)

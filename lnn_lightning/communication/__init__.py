@@ -1,0 +1,8 @@
+"""Gradients in fewer bytes on the way between ranks."""
+
+from lnn_lightning.communication.cast import Cast
+from lnn_lightning.communication.compression import Compression, Compressor
+from lnn_lightning.communication.ddp import attach
+from lnn_lightning.communication.running import Compressors
+
+__all__ = ["Cast", "Compression", "Compressor", "Compressors", "attach"]

@@ -1,0 +1,110 @@
+"""What a way of compression is: its settings, and what does the work over a group of ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lnn_lightning.communication.wire import Traffic, Wire
+from lnn_lightning.parallel.reduction import reduction_dtype
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Among whom gradients are averaged.
+
+    Attributes:
+        group: the ranks.
+        seed: the same on all of them: of random numbers that must agree.
+        reduce_dtype: in which what is not compressed is added up; None: see :func:`reduction_dtype`.
+    """
+
+    group: dist.ProcessGroup
+    seed: int = 0
+    reduce_dtype: torch.dtype | None = None
+
+
+class Compression(ABC):
+    """How gradients are compressed: settings alone, for ``gradient_compression`` or Lightning's ``ddp_comm_hook``.
+
+    Subclasses are frozen dataclasses that check their values (:class:`LayoutError`).
+    """
+
+    @abstractmethod
+    def compressor(self, ranks: Ranks) -> Compressor:
+        """What does the work, with empty state. Collective over the ranks."""
+
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> Any:
+        """Never called: it makes the settings a value that ``DDPStrategy(ddp_comm_hook=...)`` takes from YAML."""
+        raise RuntimeError(
+            f"{type(self).__name__} is no hook by itself: its state belongs to a model. Use "
+            "`lnn_lightning.communication.attach(ddp_model, ...)`."
+        )
+
+
+class Compressor(ABC):
+    """Averages gradients over ranks, and holds the state that takes.
+
+    State is kept by the name of a parameter: buckets are built anew behind the first step, and whenever a parameter
+    begins to learn. All ranks call it with the same names in the same order.
+
+    Attributes:
+        step: steps that were reduced.
+        scale: factor in the gradients (loss scale): what is kept from one step to the next is kept without it.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.wire = ranks, Wire(ranks.group)
+        self.step = 0
+        self.scale = 1.0
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes since it was made."""
+        return self.wire.traffic
+
+    @torch.no_grad()
+    def reduce(self, gradients: Mapping[str, Tensor]) -> None:
+        """Puts the mean over the ranks, as it arrives, in the place of this rank's gradients. Collective.
+
+        Args:
+            gradients: by parameter; a part of those of the step (a bucket), each once a step, dense and contiguous.
+        """
+        self.traffic.plain += sum(each.numel() * each.element_size() for each in gradients.values())
+        self._reduce(gradients)
+
+    @abstractmethod
+    def _reduce(self, gradients: Mapping[str, Tensor]) -> None: ...
+
+    def finish_step(self) -> None:
+        """Behind the last bucket of a step."""
+        self.step += 1
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """The mean over the ranks without compression, in place: one all-reduce for each dtype. Collective."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(reduction_dtype(tensor.dtype, self.ranks.reduce_dtype), []).append(tensor)
+        for dtype, members in by_dtype.items():
+            flat = torch.cat([member.reshape(-1).to(dtype) for member in members]).div_(self.wire.size)
+            parts = self.wire.sum(flat).split([member.numel() for member in members])
+            for member, part in zip(members, parts, strict=True):
+                member.copy_(part.view_as(member))
+
+    def error_norm(self) -> Tensor | None:
+        """Norm of what this rank has not sent yet (0 dimensions); None: nothing is kept back."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values, flat; keys of what belongs to a parameter end with its name."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` of the same place gave."""
+        self.step = int(state["step"])

@@ -1,0 +1,63 @@
+"""Error feedback: what was not sent is added to the next gradient (Karimireddy et al. 2019, arXiv 1901.09847)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PREFIX = "error."
+
+
+class Errors:
+    """What a rank has not sent yet, by parameter, in fp32 (fp64 for such gradients) and without the loss scale.
+
+    A parameter that got no gradient in a step (all zeros) sends nothing, and its error waits: where no rank has used
+    it, what would arrive is thrown away. What is not finite is not kept: the step is skipped, the error stays.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def wanted(self, name: str, gradient: Tensor, scale: float) -> Tensor:
+        """What should be sent: the gradient and what is left from earlier steps; a new tensor."""
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        error = self._kept.get(name)
+        if error is None:
+            error = self._kept[name] = torch.zeros_like(gradient, dtype=dtype)
+        used = gradient.any().to(dtype)
+        return torch.add(gradient.to(dtype), error * used, alpha=scale)
+
+    def keep(self, name: str, wanted: Tensor, sent: Tensor, arrived: Tensor, scale: float) -> None:
+        """Keeps what is left.
+
+        Args:
+            name: of the parameter.
+            wanted: from :meth:`wanted`.
+            sent: what this rank sent of it.
+            arrived: the result for all ranks: not finite where a rank's gradient is not.
+            scale: as in :meth:`wanted`.
+        """
+        error = self._kept[name]
+        good = arrived.isfinite().all() & wanted.any()
+        error.copy_(torch.where(good, (wanted - sent) / scale, error))
+
+    def norm(self) -> Tensor | None:
+        """Of all errors (0 dimensions)."""
+        if not self._kept:
+            return None
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(self._kept.values()))))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """By ``error.`` and the name."""
+        return {PREFIX + name: error for name, error in self._kept.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Takes the errors among a compressor's state."""
+        self._kept = {
+            key.removeprefix(PREFIX): value.to(device).clone()
+            for key, value in state.items()
+            if key.startswith(PREFIX) and isinstance(value, Tensor)
+        }

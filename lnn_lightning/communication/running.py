@@ -1,0 +1,112 @@
+"""The compressors of a rank: one for each group of ranks that its gradients are averaged over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lnn_lightning.communication.compression import Compression, Compressor, Ranks
+from lnn_lightning.communication.wire import Traffic
+
+
+class Compressors:
+    """Made once for a model, whatever parameters come and go.
+
+    Args:
+        compression: the user's settings.
+        seed: the same on all ranks.
+        reduce_dtype: in which what is not compressed is added up; None: by the gradients.
+    """
+
+    def __init__(self, compression: Compression, seed: int = 0, reduce_dtype: torch.dtype | None = None) -> None:
+        self.compression, self._seed, self._reduce_dtype = compression, seed, reduce_dtype
+        self.by_place: dict[str, Compressor] = {}
+
+    def over(self, place: str, group: dist.ProcessGroup) -> Compressor:
+        """The compressor of a group, the same one each time. Collective over the group when it is made.
+
+        Args:
+            place: the group's name on this rank; part of the keys of the state.
+            group: the ranks.
+        """
+        if place not in self.by_place:
+            self.by_place[place] = self.compression.compressor(Ranks(group, self._seed, self._reduce_dtype))
+        return self.by_place[place]
+
+    def hook(self, place: str, group: dist.ProcessGroup, names: Mapping[int, str]) -> BucketHook:
+        """A hook for a reducer of torch's DDP.
+
+        Args:
+            place: as in :meth:`over`.
+            group: the ranks.
+            names: of the parameters by identity.
+        """
+        return BucketHook(self.over(place, group), names)
+
+    def scaled(self, scale: float) -> None:
+        """Before a step: the factor in its gradients."""
+        for compressor in self.by_place.values():
+            compressor.scale = scale
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of all of them since they were made."""
+        each = [compressor.traffic for compressor in self.by_place.values()]
+        return Traffic(sum(t.plain for t in each), sum(t.payload for t in each), sum(t.sent for t in each))
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """State by place."""
+        return {place: compressor.state_dict() for place, compressor in self.by_place.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes over the state of the places that are here."""
+        for place, compressor in self.by_place.items():
+            if place in state:
+                compressor.load_state_dict(state[place])
+
+
+class BucketHook:
+    """Reduces buckets of a reducer of torch's DDP.
+
+    On an accelerator the work goes to a stream of its own, so that backward goes on; elsewhere it is done when the
+    future is returned. Collectives are issued on the calling thread, so that ranks have them in the same order
+    (from callbacks of futures they would not: torch's PowerSGD hook hangs on gloo).
+
+    Args:
+        compressor: does the work.
+        names: of the parameters by identity.
+    """
+
+    def __init__(self, compressor: Compressor, names: Mapping[int, str]) -> None:
+        self.compressor, self._names = compressor, dict(names)
+        self._stream: torch.Stream | None = None
+
+    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Averages a bucket in its place; the future is of its buffer."""
+        buffer = bucket.buffer()
+        gradients = {
+            self._names[id(parameter)]: gradient
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        }
+        if buffer.device.type == "cpu":
+            self._reduce(bucket, gradients)
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(buffer)
+            return future
+        if self._stream is None:
+            self._stream = torch.Stream(buffer.device)
+        self._stream.wait_stream(torch.accelerator.current_stream(buffer.device))
+        future = torch.futures.Future(devices=[buffer.device])
+        with self._stream:
+            self._reduce(bucket, gradients)
+            future.set_result(buffer)  # records where the stream is, for who waits
+        return future
+
+    def _reduce(self, bucket: dist.GradBucket, gradients: Mapping[str, Tensor]) -> None:
+        self.compressor.reduce(gradients)
+        if bucket.is_last():
+            self.compressor.finish_step()
