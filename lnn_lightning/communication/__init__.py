@@ -3,7 +3,22 @@
 from lnn_lightning.communication.cast import Cast
 from lnn_lightning.communication.compression import Compression, Compressor
 from lnn_lightning.communication.ddp import attach
+from lnn_lightning.communication.onebit import OneBit, SignSGD
 from lnn_lightning.communication.powersgd import PowerSGD, compression_ratio
+from lnn_lightning.communication.quantized import Quantized
 from lnn_lightning.communication.running import Compressors
+from lnn_lightning.communication.topk import TopK
 
-__all__ = ["Cast", "Compression", "Compressor", "Compressors", "PowerSGD", "attach", "compression_ratio"]
+__all__ = [
+    "Cast",
+    "Compression",
+    "Compressor",
+    "Compressors",
+    "OneBit",
+    "PowerSGD",
+    "Quantized",
+    "SignSGD",
+    "TopK",
+    "attach",
+    "compression_ratio",
+]
