@@ -6,10 +6,12 @@ Importing this package registers the strategy names ``ptdp``, ``expert_parallel`
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lnn_lightning.communication import Hierarchical
 from lnn_lightning.memory.gist import Gist
 from lnn_lightning.memory.offload.settings import Offload
 from lnn_lightning.optim import Adafactor
 from lnn_lightning.parallel.expert.settings import ExpertParallel, Upcycle
+from lnn_lightning.strategies.compression_monitor import CompressionMonitor
 from lnn_lightning.strategies.expert import ExpertParallelStrategy
 from lnn_lightning.strategies.offload import OffloadStrategy
 from lnn_lightning.strategies.ptdp import PTDPStrategy
@@ -17,9 +19,11 @@ from lnn_lightning.strategies.reading import let_lightning_read_folders
 
 __all__ = [
     "Adafactor",
+    "CompressionMonitor",
     "ExpertParallel",
     "ExpertParallelStrategy",
     "Gist",
+    "Hierarchical",
     "Offload",
     "OffloadStrategy",
     "PTDPStrategy",

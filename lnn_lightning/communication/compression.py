@@ -57,12 +57,14 @@ class Compressor(ABC):
     Attributes:
         step: steps that were reduced.
         scale: factor in the gradients (loss scale): what is kept from one step to the next is kept without it.
+        norms: a list gets the norms of what is reduced (with the scale in it); None: they are not wanted.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.wire = ranks, Wire(ranks.group)
         self.step = 0
         self.scale = 1.0
+        self.norms: list[Tensor] | None = None
 
     @property
     def traffic(self) -> Traffic:
@@ -83,6 +85,8 @@ class Compressor(ABC):
         """
         self.wire.traffic.plain += sum(each.numel() * each.element_size() for each in gradients.values())
         self._reduce(gradients)
+        if self.norms is not None:
+            self.norms += [torch.linalg.vector_norm(each.float()) for each in gradients.values()]
 
     @abstractmethod
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -118,23 +118,24 @@ class _OverHosts(Compressor):
         inside = part_of(ranks.group, by_host, "inside_host") if both else ranks.group
         places = [list(members) for members in zip(*by_host, strict=True)]
         between = part_of(ranks.group, places, "between_hosts") if both else ranks.group
-        # what hosts draw, and ranks at different places on them, has nothing to do with each other
-        seeds = seed_of(ranks.seed, 0, host), seed_of(ranks.seed, 1, self._rows.rank)
+        # hosts draw random numbers of their own, and so do the ranks at each place on them
+        self._numbers = (0, host), (1, self._rows.rank)
         self._levels: dict[str, Compressor] = {}
         if both or not several:
-            self._levels[INNER] = _made(settings.inner, Ranks(inside, seeds[0], ranks.reduce_dtype))
+            self._levels[INNER] = _made(settings.inner, replace(ranks, group=inside))
         if several:
-            self._levels[OUTER] = _made(settings.outer, Ranks(between, seeds[1], ranks.reduce_dtype))
+            self._levels[OUTER] = _made(settings.outer, replace(ranks, group=between))
 
     @override
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None:
-        for level in self._levels.values():
-            level.scale = self.scale
         if len(self._levels) == 1:
             (only,) = self._levels.values()
+            only.scale, only.ranks = self.scale, replace(only.ranks, seed=self.ranks.seed)
             only.reduce(gradients)
             return
         inner, outer = self._levels[INNER], self._levels[OUTER]
+        for level, number in zip((inner, outer), self._numbers, strict=True):
+            level.scale, level.ranks = self.scale, replace(level.ranks, seed=seed_of(self.ranks.seed, *number))
         by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
         for name, gradient in gradients.items():
             by_dtype.setdefault(gradient.dtype, {})[name] = gradient
