@@ -233,6 +233,7 @@ class PTDPStrategy(CompressionHooks, ExpertHooks, DataHooks):
         if trainer.state.fn == TrainerFn.FITTING and self.engine.loss_form is None:
             self._find_loss_form(batch if batch is not None else self._first_batch(trainer))
         convert_module(module, device=self.root_device)
+        self.setup_compression()
         self.engine.shard(self._zero)
         self.setup_memory(trainer)
         self.setup_experts()
@@ -243,7 +244,6 @@ class PTDPStrategy(CompressionHooks, ExpertHooks, DataHooks):
         divide_averages(trainer, module)
         self.model = module
         if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_compression()
             self.setup_optimizers(trainer)
             self.engine.setup_training()
         self.setup_precision_plugin()
