@@ -69,6 +69,11 @@ class Compressor(ABC):
         """Bytes since it was made."""
         return self.wire.traffic
 
+    @property
+    def levels(self) -> dict[str, Traffic]:
+        """The same, apart for what stays on a host and what leaves it, if those are treated apart."""
+        return {"": self.traffic}
+
     @torch.no_grad()
     def reduce(self, gradients: Mapping[str, Tensor]) -> None:
         """Puts the mean over the ranks, as it arrives, in the place of this rank's gradients. Collective.
@@ -76,7 +81,7 @@ class Compressor(ABC):
         Args:
             gradients: by parameter; a part of those of the step (a bucket), each once a step, dense and contiguous.
         """
-        self.traffic.plain += sum(each.numel() * each.element_size() for each in gradients.values())
+        self.wire.traffic.plain += sum(each.numel() * each.element_size() for each in gradients.values())
         self._reduce(gradients)
 
     @abstractmethod
