@@ -130,12 +130,12 @@ class _OverHosts(Compressor):
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None:
         if len(self._levels) == 1:
             (only,) = self._levels.values()
-            only.scale, only.ranks = self.scale, replace(only.ranks, seed=self.ranks.seed)
+            self._tell(only, self.ranks.seed)
             only.reduce(gradients)
             return
         inner, outer = self._levels[INNER], self._levels[OUTER]
         for level, number in zip((inner, outer), self._numbers, strict=True):
-            level.scale, level.ranks = self.scale, replace(level.ranks, seed=seed_of(self.ranks.seed, *number))
+            self._tell(level, seed_of(self.ranks.seed, *number))
         by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
         for name, gradient in gradients.items():
             by_dtype.setdefault(gradient.dtype, {})[name] = gradient
@@ -147,6 +147,10 @@ class _OverHosts(Compressor):
             outer.reduce(pieces)
         for dtype, members in by_dtype.items():
             self._rows.unpack(inner.wire.gather(own[dtype].to(dtype)), members)
+
+    def _tell(self, level: Compressor, seed: int) -> None:
+        """What may have been set from outside."""
+        level.scale, level.step, level.ranks = self.scale, self.step, replace(level.ranks, seed=seed)
 
     def _mean_in_host(self, inner: Compressor, gradients: Mapping[str, Tensor]) -> Tensor:
         """This rank's line of the host's mean of gradients of one dtype."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,18 @@ class Compressors:
     def __init__(self, compression: Compression, seed: int = 0, reduce_dtype: torch.dtype | None = None) -> None:
         self.compression, self.seed, self._reduce_dtype = compression, seed, reduce_dtype
         self.by_place: dict[str, Compressor] = {}
+        self._waiting: dict[str, Mapping[str, Any]] = {}
+
+    @property
+    def seed(self) -> int:
+        """Of random numbers that ranks agree on. A run that is resumed has that of the one before."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+        for compressor in self.by_place.values():
+            compressor.ranks = replace(compressor.ranks, seed=seed)
 
     def over(self, place: str, group: dist.ProcessGroup) -> Compressor:
         """The compressor of a group, the same one each time. Collective over the group when it is made.
@@ -34,7 +47,10 @@ class Compressors:
             group: the ranks.
         """
         if place not in self.by_place:
-            self.by_place[place] = self.compression.compressor(Ranks(group, self.seed, self._reduce_dtype))
+            made = self.compression.compressor(Ranks(group, self._seed, self._reduce_dtype))
+            if place in self._waiting:
+                made.load_state_dict(self._waiting.pop(place))
+            self.by_place[place] = made
         return self.by_place[place]
 
     def hook(self, place: str, group: dist.ProcessGroup, names: Mapping[int, str]) -> BucketHook:
@@ -63,7 +79,8 @@ class Compressors:
         return {place: compressor.state_dict() for place, compressor in self.by_place.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes over the state of the places that are here."""
+        """Takes over the state; that of a place without a compressor waits until there is one."""
+        self._waiting = {place: values for place, values in state.items() if place not in self.by_place}
         for place, compressor in self.by_place.items():
             if place in state:
                 compressor.load_state_dict(state[place])
