@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lnn_lightning.communication.compression import Compression, Compressor, Ranks
+from lnn_lightning.communication.local import LocalSGD
 from lnn_lightning.communication.rows import Rows
 from lnn_lightning.communication.wire import Traffic
 from lnn_lightning.parallel.errors import LayoutError
@@ -49,15 +50,20 @@ class Hierarchical(Compression):
 
     def __post_init__(self) -> None:
         for name, each in (("inner", self.inner), ("outer", self.outer)):
-            if isinstance(each, Hierarchical) or not (each is None or isinstance(each, Compression)):
+            if isinstance(each, (Hierarchical, LocalSGD)) or not (each is None or isinstance(each, Compression)):
                 raise LayoutError(
-                    f"Hierarchical's `{name}` must be None or a compression that is not hierarchical itself, such as "
-                    f"PowerSGD(rank=4), got {each!r}."
+                    f"Hierarchical's `{name}` must be None or a compression of gradients, such as PowerSGD(rank=4), and "
+                    f"not hierarchical itself, got {each!r}."
                 )
         if self.inner is None and self.outer is None:
             raise LayoutError(
                 "Hierarchical(inner=None, outer=None) compresses nothing: set `outer`, for what leaves a host."
             )
+
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        """Whether one of them does."""
+        return any(each.remembers for each in (self.inner, self.outer) if each is not None)
 
     @override
     def compressor(self, ranks: Ranks) -> Compressor:

@@ -24,7 +24,7 @@ class Compressors:
     """
 
     def __init__(self, compression: Compression, seed: int = 0, reduce_dtype: torch.dtype | None = None) -> None:
-        self.compression, self.seed, self._reduce_dtype = compression, seed, reduce_dtype
+        self.compression, self._seed, self._reduce_dtype = compression, seed, reduce_dtype
         self.by_place: dict[str, Compressor] = {}
         self._waiting: dict[str, Mapping[str, Any]] = {}
 

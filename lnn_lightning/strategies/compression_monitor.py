@@ -13,16 +13,17 @@ from lnn_lightning.communication import Compressors
 from lnn_lightning.communication.report import Bytes, Report
 from lnn_lightning.parallel.errors import LayoutError, StepError
 from lnn_lightning.strategies.compression import CompressionHooks
+from lnn_lightning.strategies.ddp_hooks import CarriedCompression
 
 
 def compressors_of(trainer: pl.Trainer) -> Compressors | None:
     """What compresses the gradients of the module that a Trainer trains; None: nothing does."""
     if isinstance(trainer.strategy, CompressionHooks):
         return trainer.strategy._compressors
-    for callback in reversed(trainer.callbacks):  # type: ignore[attr-defined]
-        found = getattr(callback, "compressors", None)  # of Lightning's DDPStrategy
-        if isinstance(found, Compressors):
-            return found
+    settings: Any = getattr(trainer.strategy, "_ddp_comm_hook", None)  # of Lightning's DDPStrategy
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, CarriedCompression) and callback.is_for(trainer.lightning_module, settings):
+            return callback.compressors
     return None
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lnn_lightning.communication import Cast, Compression, Hierarchical
+from lnn_lightning.communication import Cast, Compression, Hierarchical, LocalSGD
 from lnn_lightning.communication.compression import Ranks
 from lnn_lightning.communication.hierarchical import ranks_by_host
 from lnn_lightning.communication.rows import Rows
@@ -144,7 +144,11 @@ def test_unequal_hosts_are_refused() -> None:
     ("values", "words"),
     [
         ({}, "compresses nothing"),
-        ({"outer": Hierarchical(outer=Cast())}, "`outer` must be None or a compression that is not hierarchical"),
+        (
+            {"outer": Hierarchical(outer=Cast())},
+            "`outer` must be None or a compression of gradients, .* and not hierarchical itself",
+        ),
+        ({"outer": LocalSGD()}, "`outer` must be None or a compression of gradients"),
         ({"inner": "bf16", "outer": Cast()}, "`inner` must be None or a compression"),
     ],
 )
