@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,14 +30,15 @@ class Compressors:
 
     @property
     def seed(self) -> int:
-        """Of random numbers that ranks agree on. A run that is resumed has that of the one before."""
+        """Of random numbers that ranks agree on; to set another one, of a run that is resumed, is collective."""
         return self._seed
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        self._seed = seed
-        for compressor in self.by_place.values():
-            compressor.ranks = replace(compressor.ranks, seed=seed)
+        if seed != self._seed:
+            self._seed = seed
+            for place, old in self.by_place.items():
+                self.by_place[place] = self.compression.compressor(replace(old.ranks, seed=seed))
 
     def over(self, place: str, group: dist.ProcessGroup) -> Compressor:
         """The compressor of a group, the same one each time. Collective over the group when it is made.
@@ -61,7 +62,8 @@ class Compressors:
             group: the ranks.
             names: of the parameters by identity.
         """
-        return BucketHook(self.over(place, group), names)
+        self.over(place, group)
+        return BucketHook(lambda: self.by_place[place], names)
 
     def scaled(self, scale: float) -> None:
         """Before a step: the factor in its gradients."""
@@ -94,12 +96,12 @@ class BucketHook:
     (from callbacks of futures they would not: torch's PowerSGD hook hangs on gloo).
 
     Args:
-        compressor: does the work.
+        compressor: gives what does the work.
         names: of the parameters by identity.
     """
 
-    def __init__(self, compressor: Compressor, names: Mapping[int, str]) -> None:
-        self.compressor, self._names = compressor, dict(names)
+    def __init__(self, compressor: Callable[[], Compressor], names: Mapping[int, str]) -> None:
+        self._compressor, self._names = compressor, dict(names)
         self._stream: torch.Stream | None = None
 
     def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -124,6 +126,7 @@ class BucketHook:
         return future
 
     def _reduce(self, bucket: dist.GradBucket, gradients: Mapping[str, Tensor]) -> None:
-        self.compressor.reduce(gradients)
+        compressor = self._compressor()
+        compressor.reduce(gradients)
         if bucket.is_last():
-            self.compressor.finish_step()
+            compressor.finish_step()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lnn_lightning.checkpoint import tensor_names
@@ -19,27 +19,13 @@ from lnn_lightning.checkpoint.distributed import read_pieces
 from lnn_lightning.checkpoint.pieces import Pieces, whole_tensor
 from lnn_lightning.checkpoint.states import OURS
 from lnn_lightning.communication import Compression, Compressors
+from lnn_lightning.communication.ddp import refuse_sparse
 from lnn_lightning.parallel.data.shards import local_of
-from lnn_lightning.parallel.errors import LayoutError
 from lnn_lightning.parallel.layout import DATA
 from lnn_lightning.strategies.running import StepHooks
 
 _PART = "compression."
 _MADE_FOR = "made_for"
-
-
-def refuse_sparse(root: nn.Module) -> None:
-    """Compressors take dense gradients.
-
-    Raises:
-        LayoutError: a module makes sparse ones.
-    """
-    for name, module in root.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise LayoutError(
-                f"{name!r} is {type(module).__name__}(sparse=True), and `gradient_compression` compresses dense "
-                "gradients alone. Leave `sparse=True` out, or `gradient_compression`."
-            )
 
 
 class CompressionHooks(StepHooks):
@@ -64,7 +50,7 @@ class CompressionHooks(StepHooks):
                 "Gradients that are added up over tensor and pipeline ranks are not compressed."
             )
             return
-        refuse_sparse(engine.root)
+        refuse_sparse(engine.root, settings)
         self._compressors = Compressors(settings, engine.seed, engine.settings.reduce_dtype)
         engine.reduction = self._compressors
 
@@ -126,7 +112,8 @@ class CompressionHooks(StepHooks):
         if not any(of_all):
             return True
         what = [
-            key if isinstance(new, int) else f"{key} (was {old}, is {new})" for key, old, new in next(filter(None, of_all))
+            key if isinstance(new, int) else f"{key} (was {old}, is {new})"
+            for key, old, new in next(filter(None, of_all))
         ]
         rank_zero_warn(
             f"What gradient compression has kept back is dropped, as it was made for another run: {', '.join(what)} "

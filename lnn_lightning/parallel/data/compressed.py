@@ -2,14 +2,14 @@
 
 In hybrid sharding (replicate x shard) the gradients of a unit are averaged over the ranks that share one copy by a
 reduce-scatter as it is, and each rank's pieces then over the ranks that hold the same ones by a compressor, which sees
-each piece under its parameter's name: DALL-E's form (Ramesh et al. 2021, arXiv 2102.12092, appendix E.2). Torch is given
+each piece under its parameter's name: DALL-E's form (Ramesh et al. 2021, arXiv 2102.12092, appendix E). Torch is given
 the shard axis alone, and the other average is the hook behind its reduce-scatter. Where there is one axis, the
 reduce-scatter itself is compressed, if the way of compression can do that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,37 +43,39 @@ def compress_shards(sharding: Sharding, mesh: DeviceMesh, reduction: GradientRed
     Raises:
         LayoutError: neither can it for all other parameters.
     """
-    hybrid = mesh.ndim > 1
-    across = reduction.over(REPLICATE, mesh.get_group(0)) if hybrid else None
-    within = None if hybrid else reduction.over(SHARD, mesh.get_group())
-    if within is not None and not within.can_scatter:
+    hybrid, apart = mesh.ndim > 1, sharding.apart
+    main = partial(reduction.over, REPLICATE if hybrid else SHARD, mesh.get_group(0))
+    used = [main]
+    if not hybrid and not getattr(main(), "can_scatter", False):
         raise LayoutError(
             "This `gradient_compression` cannot be used with `zero_stage` 2 and 3 over one data axis: each rank would "
             "need buffers for the error of all gradients, whole, which is what ZeRO shares out. Use "
             "`data_parallel_size=(replicate, shard)`, which compresses between the groups that hold one copy each; "
             "`zero_stage=1`; or Quantized(...) or Cast(...), which compress the reduce-scatter."
         )
-    apart = sharding.apart.mesh if sharding.apart is not None else None
-    of_experts = reduction.over(EXPERT_SHARD, apart.get_group()) if apart is not None and apart.size() > 1 else None
+    of_experts = None
+    if apart is not None and apart.mesh.size() > 1:
+        of_experts = partial(reduction.over, EXPERT_SHARD, apart.mesh.get_group())
+        if getattr(of_experts(), "can_scatter", False):
+            used.append(of_experts)
+        else:
+            of_experts = None
     plain: list[str] = []
-    used = [each for each in (across, within, of_experts) if each is not None]
     for group in sharding.groups():
         names = [sharding.by_parameter[id(each.sharded_param)].name for each in group.fsdp_params]
         if not sharding.is_apart(names[0]):
-            _Compressed(group, names, across=across, within=within)
-        elif of_experts is not None and of_experts.can_scatter:
-            _Compressed(group, names, within=of_experts)
+            _Compressed(group, names, main, scatters=not hybrid)
+        elif of_experts is not None:
+            _Compressed(group, names, of_experts, scatters=True)
         else:
             plain += names
-    if plain and of_experts is not None:
-        used.remove(of_experts)
     sharding.behind_reduction = partial(_finish, used)
     return plain
 
 
-def _finish(compressors: Sequence[Any]) -> None:
-    for each in compressors:
-        each.finish_step()
+def _finish(compressors: Sequence[Callable[[], Any]]) -> None:
+    for compressor in compressors:
+        compressor().finish_step()
 
 
 class _Compressed:
@@ -82,22 +84,21 @@ class _Compressed:
     Args:
         group: torch's.
         names: of its parameters.
-        across: averages the pieces that the reduce-scatter leaves; None: they are not.
-        within: does the reduce-scatter; None: torch.
+        compressor: gives what averages.
+        scatters: it does the reduce-scatter; otherwise it averages the pieces that torch's leaves.
     """
 
-    def __init__(self, group: Any, names: Sequence[str], across: Any = None, within: Any = None) -> None:
+    def __init__(self, group: Any, names: Sequence[str], compressor: Callable[[], Any], scatters: bool) -> None:
         self._group, self._names = group, {id(each): name for each, name in zip(group.fsdp_params, names, strict=True)}
-        self._across, self._within = across, within
-        self._size = group.mesh_info.shard_mesh_size
+        self._compressor, self._size = compressor, group.mesh_info.shard_mesh_size
         self._reduced: list[Any] = []
         # torch adds up and divides by nothing, so that compressors get gradients as they are: it would divide by a
         # part of the ranks before the reduction and by the rest behind it in some dtypes
         group.gradient_divide_factor, group.force_sum_reduction_for_comms = 1.0, True
-        if across is not None:
-            group._all_reduce_hook = self._average
-        if within is not None:
+        if scatters:
             group._reduce_scatter_comm = _Scatter(self._scatter)
+        else:
+            group._all_reduce_hook = self._average
         reduce = group.post_backward
         group.post_backward = partial(self._note, reduce)
 
@@ -130,7 +131,7 @@ class _Compressed:
             if rows
         }
         if pieces:
-            self._across.reduce(pieces)
+            self._compressor().reduce(pieces)
 
     def _scatter(self, own: Tensor, flat: Tensor) -> None:
         """Fills this rank's pieces with means over all ranks of a buffer of pieces for each of them."""
@@ -140,7 +141,7 @@ class _Compressed:
             name: by_rank[:, start : start + shape.numel()].reshape(self._size, *shape)
             for name, start, shape, _ in spans
         }
-        means = self._within.scatter_mean(chunks)
+        means = self._compressor().scatter_mean(chunks)
         for name, start, shape, _ in spans:
             own[start : start + shape.numel()].view(shape).copy_(means[name])
 
