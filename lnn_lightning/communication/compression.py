@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lnn_lightning.communication.wire import Traffic, Wire
+from lnn_lightning.parallel.hosts import Host
 from lnn_lightning.parallel.reduction import reduction_dtype
 
 
@@ -30,6 +31,19 @@ class Ranks:
     reduce_dtype: torch.dtype | None = None
 
 
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place among those that gradients are averaged over, where none of them runs.
+
+    Attributes:
+        rank: counted along the group.
+        hosts: of all its ranks.
+    """
+
+    rank: int
+    hosts: tuple[Host, ...]
+
+
 class Compression(ABC):
     """How gradients are compressed: settings alone, for ``gradient_compression`` or Lightning's ``ddp_comm_hook``.
 
@@ -45,6 +59,16 @@ class Compression(ABC):
     @abstractmethod
     def compressor(self, ranks: Ranks) -> Compressor:
         """What does the work, with empty state. Collective over the ranks."""
+
+    def state_bytes(self, shape: Sequence[int], dtype: torch.dtype, seat: Seat) -> int:
+        """Bytes that a rank keeps for a parameter from one step to the next.
+
+        Args:
+            shape: of its gradient on the rank.
+            dtype: of that.
+            seat: of the rank.
+        """
+        return 0
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Any:
         """Never called: it makes the settings a value that ``DDPStrategy(ddp_comm_hook=...)`` takes from YAML."""
