@@ -38,7 +38,8 @@ class Hierarchical(Compression):
     ``outer``.
 
     Args:
-        inner: how the ranks of a host average their gradients, as a whole each; None: exactly.
+        inner: how the ranks of a host average their gradients: a reduce-scatter where that can be compressed (Cast,
+            Quantized), otherwise an all-reduce; None: exactly.
         outer: how hosts average theirs; None: exactly.
 
     Raises:
@@ -154,9 +155,17 @@ def ranks_by_host(hosts: Sequence[Host]) -> list[list[int]]:
 class Exact(Compressor):
     """Averages without compression."""
 
+    can_scatter = True
+
     @override
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None:
         self.average(list(gradients.values()))
+
+    @override
+    def _scatter_mean(self, chunks: Tensor, name: str) -> Tensor:
+        """In the dtype of the reduction."""
+        dtype = reduction_dtype(chunks.dtype, self.ranks.reduce_dtype)
+        return self.wire.scatter_sum(chunks.to(dtype).div(self.wire.size))
 
 
 class _OverHosts(Compressor):
@@ -214,11 +223,10 @@ class _OverHosts(Compressor):
 
     def _mean_in_host(self, inner: Compressor, gradients: Mapping[str, Tensor]) -> Tensor:
         """This rank's line of the host's mean of gradients of one dtype."""
-        if not isinstance(inner, Exact):
-            inner.reduce(gradients)
-            return self._rows.pack(gradients)[self._rows.rank].clone()
-        dtype = reduction_dtype(next(iter(gradients.values())).dtype, self.ranks.reduce_dtype)
-        return inner.wire.scatter_sum(self._rows.pack(gradients).to(dtype).div_(self._rows.ranks))
+        if inner.can_scatter:
+            return inner.scatter_mean(self._rows.pack(gradients), next(iter(gradients)))
+        inner.reduce(gradients)
+        return self._rows.pack(gradients)[self._rows.rank].clone()
 
     @override
     def finish_step(self) -> None:

@@ -102,7 +102,7 @@ def test_bytes_by_level() -> None:
             assert (each["outer"].plain, each["outer"].payload, each["outer"].sent) == (4 * rows, 2 * rows, 2 * rows)
         assert exact["inner"].payload == 4 * 2 * packed + 4 * packed  # a reduce-scatter and an all-gather
         assert exact["inner"].sent == 4 * packed + 4 * packed
-        assert cast["inner"].payload == 2 * 93 + 4 * packed
+        assert cast["inner"].payload == 2 * 2 * packed + 4 * packed
         assert outside["outer"].payload == 4 * rows
 
 
