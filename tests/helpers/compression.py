@@ -39,7 +39,7 @@ class _Masking(Compressor):
         CALLS.append(tuple(gradients))
         wanted = {name: self.errors.wanted(name, gradient, self.scale) for name, gradient in gradients.items()}
         sent = {name: torch.where(self._mask(name, value), value, 0.0) for name, value in wanted.items()}
-        arrived = {name: value.to(gradients[name].dtype) for name, value in sent.items()}
+        arrived = {name: value.to(gradients[name].dtype, copy=True) for name, value in sent.items()}
         self.average(list(arrived.values()))
         for name, gradient in gradients.items():
             self.errors.keep(name, wanted[name], sent[name], arrived[name], self.scale)
