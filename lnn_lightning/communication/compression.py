@@ -63,7 +63,10 @@ class Compressor(ABC):
     Attributes:
         step: steps that were reduced.
         scale: factor in the gradients (loss scale): what is kept from one step to the next is kept without it.
+        can_scatter: whether it has :meth:`scatter_mean`.
     """
+
+    can_scatter = False
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.wire = ranks, Wire(ranks.group)
@@ -92,6 +95,23 @@ class Compressor(ABC):
 
     @abstractmethod
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None: ...
+
+    @torch.no_grad()
+    def scatter_mean(self, chunks: Tensor, name: str = "") -> Tensor:
+        """The mean over the ranks, of which each rank gets its own part (ZeRO); nothing is kept back. Collective.
+
+        Args:
+            chunks: (ranks, n): row r is this rank's gradients of the part of rank r.
+            name: the same on all ranks, another one for each call of a step: of its random numbers.
+
+        Returns:
+            The mean of this rank's part (n), in the dtype of the gradients.
+        """
+        self.traffic.plain += chunks.numel() * chunks.element_size()
+        return self._scatter_mean(chunks, name)
+
+    def _scatter_mean(self, chunks: Tensor, name: str) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} cannot give each rank a part alone (`can_scatter`).")
 
     def finish_step(self) -> None:
         """Behind the last bucket of a step."""
