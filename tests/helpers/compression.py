@@ -1,4 +1,4 @@
-"""Ways of compression to test strategies with: one that loses nothing, and one that loses much."""
+"""Ways of compression to test strategies with: such as lose nothing, and one that loses much."""
 
 import zlib
 from collections.abc import Mapping
@@ -62,3 +62,26 @@ class _Masking(Compressor):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.errors.load_state_dict(state, torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Scattering(Compression):
+    """Loses nothing, and can average into parts."""
+
+    @override
+    def compressor(self, ranks: Ranks) -> Compressor:
+        return _Scatterer(ranks)
+
+
+class _Scatterer(Compressor):
+    can_scatter = True
+
+    @override
+    def _reduce(self, gradients: Mapping[str, Tensor]) -> None:
+        CALLS.append(tuple(gradients))
+        self.average(list(gradients.values()))
+
+    @override
+    def _scatter_mean(self, chunks: Tensor, name: str) -> Tensor:
+        CALLS.append((name,))
+        return self.wire.scatter_sum(chunks / self.wire.size)
