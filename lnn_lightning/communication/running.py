@@ -78,7 +78,8 @@ class Compressors:
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """State by place."""
-        return {place: compressor.state_dict() for place, compressor in self.by_place.items()}
+        made = {place: compressor.state_dict() for place, compressor in self.by_place.items()}
+        return made | {place: dict(values) for place, values in self._waiting.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Takes over the state; that of a place without a compressor waits until there is one."""

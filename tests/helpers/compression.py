@@ -1,4 +1,4 @@
-"""Ways of compression to test strategies with: one that loses nothing, and one that loses much."""
+"""Ways of compression to test strategies with: such as lose nothing, and one that loses much."""
 
 import zlib
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class _Masking(Compressor):
         CALLS.append(tuple(gradients))
         wanted = {name: self.errors.wanted(name, gradient, self.scale) for name, gradient in gradients.items()}
         sent = {name: torch.where(self._mask(name, value), value, 0.0) for name, value in wanted.items()}
-        arrived = {name: value.to(gradients[name].dtype) for name, value in sent.items()}
+        arrived = {name: value.to(gradients[name].dtype, copy=True) for name, value in sent.items()}
         self.average(list(arrived.values()))
         for name, gradient in gradients.items():
             self.errors.keep(name, wanted[name], sent[name], arrived[name], self.scale)
@@ -62,3 +62,26 @@ class _Masking(Compressor):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.errors.load_state_dict(state, torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Scattering(Compression):
+    """Loses nothing, and can average into parts."""
+
+    @override
+    def compressor(self, ranks: Ranks) -> Compressor:
+        return _Scatterer(ranks)
+
+
+class _Scatterer(Compressor):
+    can_scatter = True
+
+    @override
+    def _reduce(self, gradients: Mapping[str, Tensor]) -> None:
+        CALLS.append(tuple(gradients))
+        self.average(list(gradients.values()))
+
+    @override
+    def _scatter_mean(self, chunks: Tensor, name: str) -> Tensor:
+        CALLS.append((name,))
+        return self.wire.scatter_sum(chunks / self.wire.size)

@@ -46,7 +46,7 @@ def compress_shards(sharding: Sharding, mesh: DeviceMesh, reduction: GradientRed
     hybrid, apart = mesh.ndim > 1, sharding.apart
     main = partial(reduction.over, REPLICATE if hybrid else SHARD, mesh.get_group(0))
     used = [main]
-    if not hybrid and not getattr(main(), "can_scatter", False):
+    if not main().can_scatter and not hybrid:
         raise LayoutError(
             "This `gradient_compression` cannot be used with `zero_stage` 2 and 3 over one data axis: each rank would "
             "need buffers for the error of all gradients, whole, which is what ZeRO shares out. Use "
@@ -54,12 +54,10 @@ def compress_shards(sharding: Sharding, mesh: DeviceMesh, reduction: GradientRed
             "`zero_stage=1`; or Quantized(...) or Cast(...), which compress the reduce-scatter."
         )
     of_experts = None
-    if apart is not None and apart.mesh.size() > 1:
+    if apart is not None and apart.mesh.size() > 1 and main().can_scatter:
         of_experts = partial(reduction.over, EXPERT_SHARD, apart.mesh.get_group())
-        if getattr(of_experts(), "can_scatter", False):
-            used.append(of_experts)
-        else:
-            of_experts = None
+        of_experts()
+        used.append(of_experts)
     plain: list[str] = []
     for group in sharding.groups():
         names = [sharding.by_parameter[id(each.sharded_param)].name for each in group.fsdp_params]
@@ -89,7 +87,8 @@ class _Compressed:
     """
 
     def __init__(self, group: Any, names: Sequence[str], compressor: Callable[[], Any], scatters: bool) -> None:
-        self._group, self._names = group, {id(each): name for each, name in zip(group.fsdp_params, names, strict=True)}
+        self._group, self._unit = group, names[0]
+        self._names = {id(each): name for each, name in zip(group.fsdp_params, names, strict=True)}
         self._compressor, self._size = compressor, group.mesh_info.shard_mesh_size
         self._reduced: list[Any] = []
         # torch adds up and divides by nothing, so that compressors get gradients as they are: it would divide by a
@@ -135,15 +134,7 @@ class _Compressed:
 
     def _scatter(self, own: Tensor, flat: Tensor) -> None:
         """Fills this rank's pieces with means over all ranks of a buffer of pieces for each of them."""
-        by_rank = flat.view(self._size, -1)
-        spans = list(self._spans(own.numel()))
-        chunks = {
-            name: by_rank[:, start : start + shape.numel()].reshape(self._size, *shape)
-            for name, start, shape, _ in spans
-        }
-        means = self._compressor().scatter_mean(chunks)
-        for name, start, shape, _ in spans:
-            own[start : start + shape.numel()].view(shape).copy_(means[name])
+        own.copy_(self._compressor().scatter_mean(flat.view(self._size, -1), self._unit))
 
 
 class _Scatter(ReduceScatter):
