@@ -3,6 +3,8 @@
 from lnn_lightning.communication.cast import Cast
 from lnn_lightning.communication.compression import Compression, Compressor
 from lnn_lightning.communication.ddp import attach
+from lnn_lightning.communication.hierarchical import Hierarchical
+from lnn_lightning.communication.local import LocalSGD
 from lnn_lightning.communication.onebit import OneBit, SignSGD
 from lnn_lightning.communication.powersgd import PowerSGD, compression_ratio
 from lnn_lightning.communication.quantized import Quantized
@@ -14,6 +16,8 @@ __all__ = [
     "Compression",
     "Compressor",
     "Compressors",
+    "Hierarchical",
+    "LocalSGD",
     "OneBit",
     "PowerSGD",
     "Quantized",
