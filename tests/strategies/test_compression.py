@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lnn_lightning import ExpertParallel, PTDPStrategy
+from lnn_lightning import ExpertParallel, PowerSGD, PTDPStrategy
 from lnn_lightning.checkpoint import tensor_names
 from lnn_lightning.checkpoint.export import export
 from lnn_lightning.communication import Compression
@@ -260,9 +260,10 @@ class _AtStart(pl.Callback):
 
 
 def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
-    """Row PT PR#49374: error buffers by parameter, in checkpoints."""
+    """Errors, Q matrices, random numbers and counts of all ranks; saved in the background, too."""
+    power = PowerSGD(rank=1, min_compression=1)
     jobs = [{**PIPELINE_DATA, "gradient_compression": LOSSY}]
-    jobs += [{**HYBRID, "zero_stage": 3, "gradient_compression": LOSSY, "async_save": True}]
+    jobs += [{**HYBRID, "zero_stage": 3, "gradient_compression": power, "async_save": True}]
     launch_ranks(_resumes, 4, jobs, str(tmp_path))
 
 
@@ -403,7 +404,7 @@ def test_errors_are_kept_without_the_loss_scale() -> None:
 
 
 def _half(rank: int, world_size: int) -> tuple[set[torch.dtype], list[float]]:
-    trainer, module = _fit({**HYBRID, "zero_stage": 3, "gradient_compression": LOSSY}, 4, 1, precision="bf16-true")
+    trainer, module = _fit({**HYBRID, "zero_stage": 3, "gradient_compression": LOSSY}, 4, 4, precision="bf16-true")
     kept = [value for state in _state(trainer).values() for value in state.values() if isinstance(value, Tensor)]
     return {value.dtype for value in kept}, module.losses
 
@@ -411,7 +412,7 @@ def _half(rank: int, world_size: int) -> tuple[set[torch.dtype], list[float]]:
 @pytest.mark.slow
 def test_gradients_of_half_precision_are_kept_in_fp32() -> None:
     for dtypes, losses in launch_ranks(_half, 4):
-        assert dtypes == {torch.float32} and losses[-1] < losses[0] < 3
+        assert dtypes == {torch.float32} and sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
 # ------------------------------------------------------------------------------------------------ refused
@@ -427,7 +428,7 @@ class Sparse(Model):
 
 
 def _is_refused(rank: int, world_size: int, kind: type, layout: dict[str, Any]) -> None:
-    trainer = trainer_for(world_size, {**layout, "gradient_compression": LOSSY})
+    trainer = trainer_for(world_size, {**layout, "gradient_compression": PowerSGD(rank=1)})
     trainer.fit(model(kind), loader())
 
 
@@ -443,8 +444,8 @@ def test_sparse_gradients_are_refused() -> None:
         assert "LayoutError: 'words' is an embedding with `sparse=True`" in message
 
 
-def test_PL20067_error_feedback_with_sharded_gradients() -> None:
-    """Row PL#20067 (PowerSGD with sharded strategies): refused with the reason over one axis; hybrid works (above)."""
+def test_PL20067_powersgd_with_sharded_gradients() -> None:
+    """Row PL#20067: refused with the reason over one axis; in hybrid sharding it works (resumed above)."""
     for message in refusals(Model, {"data_parallel_size": 2, "zero_stage": 3}):
         assert "LayoutError" in message and "buffers for the error of all gradients" in message
         assert "`data_parallel_size=(replicate, shard)`" in message and "`zero_stage=1`" in message
