@@ -3,15 +3,15 @@
     python -m benchmarks.compression            # all tables, less than ten minutes on two cores; needs root, ip and tc
     python -m benchmarks.compression --quick    # about three minutes
     python -m benchmarks.compression --only loopback --rounds 9    # needs no root
-    python -m benchmarks.compression --only hooks --contestants none "PowerSGD, rank 4" --profile    # where time goes
+    python -m benchmarks.compression --only link --contestants none "PowerSGD, rank 4" --profile    # where time goes
 
 Two hosts with a rank each: network namespaces joined by a veth pair, which a token bucket limits to 100 Mbit/s at both
 ends. The model is the demo's GPT (`examples.gpt.ByteGPT`) in its own size (6 layers of width 384) with one window of
 256 bytes a rank, and in the smaller size that the demo trains; AdamW. A step is forward, backward with the reduction,
-and optimizer. All contestants live at the same time in torch's DistributedDataParallel and take turns within one run, so
-that they meet the same machine. `accounted` is what `traffic` says this rank sends, `crossed` what the interface of its
-host sent, headers and acknowledgements included. `loopback` is the same without namespaces and limit. A last table has
-the whole Trainer on the limited link, by `PTDPStrategy` and by Lightning's `DDPStrategy`.
+and optimizer. All contestants live at the same time in torch's DistributedDataParallel and take turns within one run,
+so that they meet the same machine. `accounted` is what `traffic` says this rank sends, `crossed` what the interface of
+its host sent, headers and acknowledgements included. `loopback` is the same without namespaces and limit. A last table
+has the whole Trainer on the limited link, by `PTDPStrategy` and by Lightning's `DDPStrategy`.
 """
 
 import argparse
@@ -241,20 +241,22 @@ def profile(rank: int, job: Job) -> str:
 
 
 class Clock(pl.Callback):
-    """Seconds a step, without the first ones."""
+    """Seconds and bytes of each step."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.crossed: list[float] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         dist.barrier()
-        self.start = time.perf_counter()
+        self.bytes, self.start = bytes_out(), time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
     ) -> None:
         dist.barrier()
         self.times.append(time.perf_counter() - self.start)
+        self.crossed.append(float(bytes_out() - self.bytes))
 
 
 def train(rank: int, job: Job) -> dict[str, Found]:
@@ -277,9 +279,8 @@ def train(rank: int, job: Job) -> dict[str, Found]:
             use_distributed_sampler=False,
             callbacks=[clock],
         )
-        before = bytes_out()
         trainer.fit(module, DataLoader(data, batch_size=None, collate_fn=lambda batch: batch))  # type: ignore[arg-type]
-        found[name] = Found(clock.times[WARM_UP:], [float(bytes_out() - before)])
+        found[name] = Found(clock.times[WARM_UP:], clock.crossed[WARM_UP:])
     return found
 
 
@@ -343,35 +344,28 @@ def run(job: Job, limited: bool) -> Any:
         return json.loads((folder / "answer-0").read_text())
 
 
-def to_none(times: list[float], none: list[float]) -> list[float]:
-    """How much faster than without a hook, round by round."""
-    return [other / one for one, other in zip(times, none, strict=True)]
-
-
-def table(job: Job, limited: bool) -> str:
-    """Measures and formats one."""
+def table(job: Job, limited: bool, save: Path | None = None) -> str:
+    """Measures and formats one; medians are kept in a file."""
     found = {name: Found(**each) for name, each in run(job, limited).items()}
-    none = found[NONE].seconds
+    measured = {name: each for name, each in found.items() if each.seconds}
+    if save is not None:
+        save.parent.mkdir(parents=True, exist_ok=True)
+        save.write_text(json.dumps({name: statistics.median(each.seconds) for name, each in measured.items()}))
     model = ByteGPT(**MODELS[job.model])
-    size = 4 * sum(p.numel() for p in model.parameters())
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
     lines = [
         f"{'Link of ' + LINK if limited else 'Loopback'}: GPT with {len(model.blocks)} layers of width "
-        f"{model.byte_embedding.embedding_dim}, {size / 1e6:.1f} MB of gradients, {job.batch} x {model.block_size} bytes "
-        f"a rank, 2 ranks, {job.rounds} rounds",
+        f"{model.byte_embedding.embedding_dim}, {size / 1e6:.1f} MB of gradients, {job.batch} x {model.block_size} "
+        f"bytes a rank, 2 ranks, {job.rounds} rounds",
         *(f"left out: {name} ({each.error})" for name, each in found.items() if each.error),
         "",
-        "| | step (ms), median | lowest | highest | none / it | gradients / handed over | accounted (MB) | crossed (MB) |",
+        "| | step (ms), median | lowest | highest | times as fast as none | gradients / handed over | accounted (MB) "
+        "| crossed (MB) |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, each in found.items():
-        if not each.seconds:
-            continue
-        times = [1000 * one for one in each.seconds]
-        cells = [f"{statistics.median(times):.0f}", f"{min(times):.0f}", f"{max(times):.0f}"]
-        cells.append(f"{statistics.median(to_none(each.seconds, none)):.2f}")
-        cells += [f"{each.plain / each.payload:.1f}", f"{each.sent / 1e6:.3f}"] if each.payload else ["", ""]
-        cells.append(f"{statistics.median(each.crossed) / 1e6:.3f}" if limited else "")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for name, each in measured.items():
+        ratio, sent = (f"{each.plain / each.payload:.1f}", f"{each.sent / 1e6:.3f}") if each.payload else ("", "")
+        lines.append(_row(name, each, measured[NONE], ratio, sent, *_crossed(each, limited)))
     return "\n".join(lines)
 
 
@@ -379,22 +373,35 @@ def trainer_table(job: Job) -> str:
     """Measures and formats the Trainers."""
     found = {name: Found(**each) for name, each in run(job, limited=True).items()}
     lines = [
-        f"Whole Trainer, link of {LINK}, {job.rounds} steps",
+        f"The whole Trainer, link of {LINK}, the larger GPT, {job.batch} window(s) a rank, {job.rounds} steps",
         "",
-        "| | step (ms), median | lowest |",
-        "|---|---|---|",
+        "| | step (ms), median | lowest | highest | times as fast as none | crossed (MB) |",
+        "|---|---|---|---|---|---|",
     ]
     for name, each in found.items():
-        lines.append(f"| {name} | {1000 * statistics.median(each.seconds):.0f} | {1000 * min(each.seconds):.0f} |")
+        lines.append(_row(name, each, found[f"{name.split(',')[0]}, {NONE}"], *_crossed(each, limited=True)))
     return "\n".join(lines)
+
+
+def _row(name: str, found: Found, none: Found, *more: str) -> str:
+    times = [1000 * each for each in found.seconds]
+    faster = statistics.median(n / t for n, t in zip(none.seconds, found.seconds, strict=True))
+    cells = [f"{statistics.median(times):.0f}", f"{min(times):.0f}", f"{max(times):.0f}", f"{faster:.2f}", *more]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def _crossed(found: Found, limited: bool) -> list[str]:
+    """Loopback's counter is that of both ranks and of everyone else: left out."""
+    return [f"{statistics.median(found.crossed) / 1e6:.3f}" if limited else ""]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--only", choices=["hooks", "demo", "loopback", "trainer"], nargs="+", help="these tables")
+    parser.add_argument("--only", choices=["link", "demo", "loopback", "trainer"], nargs="+", help="these tables")
     parser.add_argument("--rounds", type=int, help="turns of each contestant")
-    parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), help="rows of the tables of hooks")
+    parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), help=f"beside {NONE!r}, of DDP")
+    parser.add_argument("--save", type=Path, help="a file for the medians of `demo`, for benchmarks.compression_curves")
     parser.add_argument("--profile", action="store_true", help="where the time of a step goes, on loopback")
     parser.add_argument("--rank", nargs=2, metavar=("JOB", "ANSWER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -403,19 +410,19 @@ def main() -> None:
         return on_a_rank(Job(**json.loads(job)), Path(answer))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rounds = options.rounds or (3 if options.quick else 7)
-    contestants = tuple(options.contestants)
+    contestants = tuple(dict.fromkeys([NONE, *options.contestants]))
+    large = Job("hooks", "defaults", rounds, contestants, profile=options.profile)
     if options.profile:
-        print(run(Job("hooks", "defaults", rounds, contestants, profile=True), limited=False))
+        print(run(large, limited=False))
         return None
-    chosen = options.only or ["hooks", "demo", "loopback", "trainer"]
-    if "hooks" in chosen:
-        print(table(Job("hooks", "defaults", rounds, contestants), limited=True), flush=True, end="\n\n")
-    if "demo" in chosen:
-        print(table(Job("hooks", "demo", rounds, contestants, batch=16), limited=True), flush=True, end="\n\n")
-    if "loopback" in chosen:
-        print(table(Job("hooks", "defaults", rounds, contestants), limited=False), flush=True, end="\n\n")
-    if "trainer" in chosen:
-        print(trainer_table(Job("trainer", "defaults", rounds, tuple(TRAINERS))), flush=True)
+    tables: dict[str, Callable[[], str]] = {
+        "link": lambda: table(large, limited=True),
+        "demo": lambda: table(Job("hooks", "demo", rounds, contestants, batch=16), True, options.save),
+        "loopback": lambda: table(large, limited=False),
+        "trainer": lambda: trainer_table(Job("trainer", "defaults", rounds, tuple(TRAINERS))),
+    }
+    for name in options.only or tables:
+        print(tables[name](), flush=True, end="\n\n")
     return None
 
 
