@@ -1,15 +1,17 @@
 """Lightning strategies that train an ordinary LightningModule on many devices, without a change to its code.
 
-Importing this package registers the strategy names ``ptdp``, ``expert_parallel`` and ``offload`` and lets
-``load_from_checkpoint`` read checkpoint folders.
+Importing this package registers the strategy names ``ptdp``, ``expert_parallel`` and ``offload``, lets
+``load_from_checkpoint`` read checkpoint folders and Lightning's ``DDPStrategy`` call the gradient compressions here.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lnn_lightning.communication import Cast, LocalSGD
 from lnn_lightning.memory.gist import Gist
 from lnn_lightning.memory.offload.settings import Offload
 from lnn_lightning.optim import Adafactor
 from lnn_lightning.parallel.expert.settings import ExpertParallel, Upcycle
+from lnn_lightning.strategies.ddp_hooks import let_lightning_call_our_hooks
 from lnn_lightning.strategies.expert import ExpertParallelStrategy
 from lnn_lightning.strategies.offload import OffloadStrategy
 from lnn_lightning.strategies.ptdp import PTDPStrategy
@@ -17,9 +19,11 @@ from lnn_lightning.strategies.reading import let_lightning_read_folders
 
 __all__ = [
     "Adafactor",
+    "Cast",
     "ExpertParallel",
     "ExpertParallelStrategy",
     "Gist",
+    "LocalSGD",
     "Offload",
     "OffloadStrategy",
     "PTDPStrategy",
@@ -28,6 +32,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 let_lightning_read_folders()
+let_lightning_call_our_hooks()
 if "ptdp" not in StrategyRegistry:
     StrategyRegistry.register("ptdp", PTDPStrategy, description="pipeline, tensor and data parallel (PTD-P)")
 if "expert_parallel" not in StrategyRegistry:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Cast(Compression):
         LayoutError: another dtype.
     """
 
+    remembers: ClassVar[bool] = False
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:

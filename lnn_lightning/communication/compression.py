@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,13 @@ class Compression(ABC):
     """How gradients are compressed: settings alone, for ``gradient_compression`` or Lightning's ``ddp_comm_hook``.
 
     Subclasses are frozen dataclasses that check their values (:class:`LayoutError`).
+
+    Attributes:
+        remembers: what is reduced in one step depends on the steps before: each gradient must be reduced once a step,
+            and be stepped with.
     """
+
+    remembers: ClassVar[bool] = True
 
     @abstractmethod
     def compressor(self, ranks: Ranks) -> Compressor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lnn_lightning.communication.compression import Compression
 from lnn_lightning.communication.running import Compressors
+from lnn_lightning.parallel.errors import LayoutError
 
 DATA = "data_parallel"
 
@@ -21,7 +23,11 @@ def attach(model: DistributedDataParallel, compression: Compression, seed: int =
 
     Returns:
         What does it, with its state, scale and traffic.
+
+    Raises:
+        LayoutError: a module has sparse gradients.
     """
+    refuse_sparse(model.module, compression)
     compressors = Compressors(compression, seed)
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
     group = model.process_group if model.process_group is not None else dist.group.WORLD
@@ -29,3 +35,17 @@ def attach(model: DistributedDataParallel, compression: Compression, seed: int =
     hook = compressors.hook(DATA, group, names)
     model.register_comm_hook(None, lambda _, bucket: hook(bucket))
     return compressors
+
+
+def refuse_sparse(root: nn.Module, compression: Compression) -> None:
+    """Hooks get dense gradients.
+
+    Raises:
+        LayoutError: a module has sparse ones.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise LayoutError(
+                f"{name!r} is an embedding with `sparse=True`: {type(compression).__name__} compresses dense gradients "
+                "alone. Leave `sparse=True` out, or the compression."
+            )

@@ -23,7 +23,7 @@ class Compressors:
     """
 
     def __init__(self, compression: Compression, seed: int = 0, reduce_dtype: torch.dtype | None = None) -> None:
-        self.compression, self._seed, self._reduce_dtype = compression, seed, reduce_dtype
+        self.compression, self.seed, self._reduce_dtype = compression, seed, reduce_dtype
         self.by_place: dict[str, Compressor] = {}
 
     def over(self, place: str, group: dist.ProcessGroup) -> Compressor:
@@ -34,7 +34,7 @@ class Compressors:
             group: the ranks.
         """
         if place not in self.by_place:
-            self.by_place[place] = self.compression.compressor(Ranks(group, self._seed, self._reduce_dtype))
+            self.by_place[place] = self.compression.compressor(Ranks(group, self.seed, self._reduce_dtype))
         return self.by_place[place]
 
     def hook(self, place: str, group: dist.ProcessGroup, names: Mapping[int, str]) -> BucketHook:

@@ -25,9 +25,12 @@ class MeshAgreement:
         counted: whether a parameter counts in the norm here; one of the ranks that share it counts it.
         device: where a rank without gradients communicates.
         looked_at: takes gradients that were looked at, where they lie in a file; None: they are in memory.
+        with_own_gradients: process groups besides, whose ranks have gradients and norms of their own, and skip a step
+            together.
     """
 
     groups: tuple[ProcessGroup, ...] = ()
     counted: Callable[[nn.Parameter], bool] = _always
     device: torch.device = torch.device("cpu")
     looked_at: LookedAt | None = None
+    with_own_gradients: tuple[ProcessGroup, ...] = ()

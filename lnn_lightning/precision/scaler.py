@@ -38,12 +38,13 @@ class MeshGradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if not self.agreement.groups and self.blocks is None:
+        groups = (*self.agreement.groups, *self.agreement.with_own_gradients)
+        if not groups and self.blocks is None:
             return found or {found_inf.device: found_inf}
         anywhere = torch.zeros((), device=self.agreement.device)
         for value in found.values():
             anywhere = torch.maximum(anywhere, value.to(anywhere.device))
-        for group in self.agreement.groups:
+        for group in groups:
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
         if self.blocks is not None:
             anywhere = self.blocks.agree(anywhere).to(anywhere.device)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lnn_lightning.communication import Compression
+from lnn_lightning.communication import Compression, LocalSGD
 from lnn_lightning.memory.gist import Gist
 from lnn_lightning.memory.offload.settings import Offload
 from lnn_lightning.memory.recompute import Recompute, check_recompute
@@ -45,6 +45,7 @@ from lnn_lightning.strategies.data import DataHooks
 from lnn_lightning.strategies.effects import set_metric_group
 from lnn_lightning.strategies.experts import ExpertHooks
 from lnn_lightning.strategies.initial_weights import read_initial_weights
+from lnn_lightning.strategies.local_steps import refuse_local_steps, set_up_local_steps
 from lnn_lightning.strategies.manual import computing_step
 from lnn_lightning.strategies.moving import gradients_looked_at
 from lnn_lightning.strategies.peek import peek_batch
@@ -202,6 +203,8 @@ class PTDPStrategy(CompressionHooks, ExpertHooks, DataHooks):
                 f"`gradient_compression` must be None or one of `lnn_lightning.communication`, such as "
                 f"PowerSGD(rank=4), got {gradient_compression!r}."
             )
+        if isinstance(gradient_compression, LocalSGD):
+            refuse_local_steps(zero_stage, expert is not None, offload is not None)
         self._gradient_compression = gradient_compression
         check_recompute(recompute)
         self._recompute = recompute
@@ -244,6 +247,8 @@ class PTDPStrategy(CompressionHooks, ExpertHooks, DataHooks):
         self.model = module
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_compression()
+            if isinstance(self._gradient_compression, LocalSGD):
+                set_up_local_steps(self, trainer)
             self.setup_optimizers(trainer)
             self.engine.setup_training()
         self.setup_precision_plugin()
@@ -268,6 +273,7 @@ class PTDPStrategy(CompressionHooks, ExpertHooks, DataHooks):
             lambda parameter: self.engine.residence.counts_here(parameter),
             self.root_device,
             gradients_looked_at(self._offload),
+            (self.mesh.group(DATA),) if isinstance(self._gradient_compression, LocalSGD) else (),
         )
         self.precision_plugin = mesh_precision(self.precision_plugin, agreement)
         self.precision_plugin.convert_module(module)
