@@ -42,7 +42,8 @@ from torch.utils.data import DataLoader
 
 from examples.gpt import ByteGPT
 from lnn_lightning import PTDPStrategy
-from lnn_lightning.communication import Cast, Compression, Compressors, attach
+from lnn_lightning.communication import Cast, Compression, Compressors, LocalSGD, attach
+from lnn_lightning.communication.local import LocalSteps
 from tests.helpers.hosts import Host, finish, start, two_hosts
 from tests.helpers.ranks import free_port, torchrun_environment
 
@@ -89,6 +90,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "torch: powerSGD_hook, rank 4, one bucket": Contestant(hook=torch_power_sgd, bucket_mb=1000),
     "Cast, bf16": Contestant(Cast("bf16")),
     "Cast, fp16": Contestant(Cast("fp16")),
+    "LocalSGD, every 8": Contestant(LocalSGD(every=8), steps=8),
 }
 
 TORCH_FAILS: dict[str, Callable[[], tuple[Any, Any]]] = {
@@ -101,6 +103,7 @@ TORCH_FAILS: dict[str, Callable[[], tuple[Any, Any]]] = {
 TRAINERS: dict[str, Callable[[], Strategy]] = {
     "DDPStrategy, none": lambda: DDPStrategy(),
     "PTDPStrategy, none": lambda: PTDPStrategy(data_parallel_size=2),
+    "DDPStrategy, Cast": lambda: DDPStrategy(ddp_comm_hook=Cast("bf16")),
     "PTDPStrategy, Cast": lambda: PTDPStrategy(data_parallel_size=2, gradient_compression=Cast("bf16")),
 }
 
@@ -161,6 +164,10 @@ class Loop:
             logits = self.ddp(tokens)
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
         self.optimizer.step()
+        if self.compressors is not None:
+            for compressor in self.compressors.by_place.values():
+                if isinstance(compressor, LocalSteps) and compressor.is_due:
+                    compressor.settle([list(self.model.parameters())])
 
     def traffic(self) -> tuple[float, float, float]:
         """Bytes so far: of gradients, handed to collectives, sent."""
@@ -219,7 +226,7 @@ def why_it_fails(hook: Callable[[], tuple[Any, Any]]) -> str | None:
         model.register_comm_hook(*hook())
         model(torch.ones(2, 4)).sum().backward()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"{type(error).__name__}: {str(error).rpartition('callback: ')[2]}"[:120]
     return None
 
 

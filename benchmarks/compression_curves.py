@@ -133,12 +133,11 @@ def table(folder: Path) -> str:
 
 
 def apart(heights: list[float], gap: float) -> list[float]:
-    """Heights of labels, from below, moved apart where they would lie on each other."""
+    """Heights of labels, from below, moved up where they would lie on each other."""
     moved: list[float] = []
     for height in heights:
         moved.append(max(height, moved[-1] + gap) if moved else height)
-    middle = sum(moved) / len(moved) - sum(heights) / len(heights)
-    return [height - middle for height in moved]
+    return moved
 
 
 def draw(folder: Path, times: dict[str, float], picture: Path) -> None:
@@ -164,7 +163,8 @@ def draw(folder: Path, times: dict[str, float], picture: Path) -> None:
         by_step.annotate(
             name,
             (curve["steps"][-1], curve["losses"][-1]),
-            (STEPS * 1.03, label),
+            (STEPS * 1.06, label),
+            arrowprops={"arrowstyle": "-", "color": style["color"], "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0},
             color=style["color"],
             fontsize=9,
             va="center",
