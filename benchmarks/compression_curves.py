@@ -164,7 +164,7 @@ def draw(folder: Path, times: dict[str, float], picture: Path) -> None:
             name,
             (curve["steps"][-1], curve["losses"][-1]),
             (STEPS * 1.06, label),
-            arrowprops={"arrowstyle": "-", "color": style["color"], "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0},
+            arrowprops={"arrowstyle": "-", "color": style["color"], "linewidth": 0.5, "shrinkA": 0, "relpos": (0, 0.5)},
             color=style["color"],
             fontsize=9,
             va="center",
