@@ -44,6 +44,7 @@ from examples.gpt import ByteGPT
 from lnn_lightning import PTDPStrategy
 from lnn_lightning.communication import Cast, Compression, Compressors, LocalSGD, attach
 from lnn_lightning.communication.local import LocalSteps
+from lnn_lightning.communication.powersgd import PowerSGD
 from tests.helpers.hosts import Host, finish, start, two_hosts
 from tests.helpers.ranks import free_port, torchrun_environment
 
@@ -88,6 +89,11 @@ CONTESTANTS: dict[str, Contestant] = {
     "nothing sent": Contestant(synchronised=False),
     "torch: fp16_compress_hook": Contestant(hook=lambda: (None, default_hooks.fp16_compress_hook)),
     "torch: powerSGD_hook, rank 4, one bucket": Contestant(hook=torch_power_sgd, bucket_mb=1000),
+    "PowerSGD, rank 1": Contestant(PowerSGD(rank=1)),
+    "PowerSGD, rank 4": Contestant(PowerSGD(rank=4)),
+    "PowerSGD, rank 16": Contestant(PowerSGD(rank=16)),
+    "PowerSGD, rank 32, bf16 factors": Contestant(PowerSGD(rank=32, factors="bf16")),
+    "PowerSGD, rank 96, bf16 factors": Contestant(PowerSGD(rank=96, factors="bf16")),
     "Cast, bf16": Contestant(Cast("bf16")),
     "Cast, fp16": Contestant(Cast("fp16")),
     "LocalSGD, every 8": Contestant(LocalSGD(every=8), steps=8),
@@ -103,8 +109,8 @@ TORCH_FAILS: dict[str, Callable[[], tuple[Any, Any]]] = {
 TRAINERS: dict[str, Callable[[], Strategy]] = {
     "DDPStrategy, none": lambda: DDPStrategy(),
     "PTDPStrategy, none": lambda: PTDPStrategy(data_parallel_size=2),
-    "DDPStrategy, Cast": lambda: DDPStrategy(ddp_comm_hook=Cast("bf16")),
-    "PTDPStrategy, Cast": lambda: PTDPStrategy(data_parallel_size=2, gradient_compression=Cast("bf16")),
+    "DDPStrategy, PowerSGD, rank 4": lambda: DDPStrategy(ddp_comm_hook=PowerSGD(rank=4)),
+    "PTDPStrategy, PowerSGD, rank 4": lambda: PTDPStrategy(data_parallel_size=2, gradient_compression=PowerSGD(rank=4)),
 }
 
 

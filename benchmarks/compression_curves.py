@@ -24,6 +24,7 @@ import lightning.pytorch as pl
 
 from lnn_lightning import PTDPStrategy
 from lnn_lightning.communication import Cast, Compression
+from lnn_lightning.communication.powersgd import PowerSGD
 from tests.helpers.ranks import launch_ranks
 
 STEPS, EVERY = 600, 50
@@ -31,6 +32,9 @@ STEPS, EVERY = 600, 50
 NONE = "none"
 CONTESTANTS: dict[str, Compression | None] = {
     NONE: None,
+    "PowerSGD, rank 4": PowerSGD(rank=4),
+    "PowerSGD, rank 16": PowerSGD(rank=16, start_step=50, factors="bf16"),
+    "PowerSGD, rank 32": PowerSGD(rank=32, factors="bf16"),
     "Cast, bf16": Cast("bf16"),
 }
 
