@@ -42,9 +42,8 @@ from torch.utils.data import DataLoader
 
 from examples.gpt import ByteGPT
 from lnn_lightning import PTDPStrategy
-from lnn_lightning.communication import Cast, Compression, Compressors, LocalSGD, attach
+from lnn_lightning.communication import Cast, Compression, Compressors, LocalSGD, PowerSGD, attach
 from lnn_lightning.communication.local import LocalSteps
-from lnn_lightning.communication.powersgd import PowerSGD
 from tests.helpers.hosts import Host, finish, start, two_hosts
 from tests.helpers.ranks import free_port, torchrun_environment
 

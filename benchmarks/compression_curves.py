@@ -23,8 +23,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lnn_lightning import PTDPStrategy
-from lnn_lightning.communication import Cast, Compression
-from lnn_lightning.communication.powersgd import PowerSGD
+from lnn_lightning.communication import Cast, Compression, PowerSGD
 from tests.helpers.ranks import launch_ranks
 
 STEPS, EVERY = 600, 50
