@@ -90,7 +90,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "torch: powerSGD_hook, rank 4, one bucket": Contestant(hook=torch_power_sgd, bucket_mb=1000),
     "PowerSGD, rank 1": Contestant(PowerSGD(rank=1)),
     "PowerSGD, rank 4": Contestant(PowerSGD(rank=4)),
-    "PowerSGD, rank 16": Contestant(PowerSGD(rank=16)),
+    "PowerSGD, rank 16, bf16 factors": Contestant(PowerSGD(rank=16, factors="bf16")),
     "PowerSGD, rank 32, bf16 factors": Contestant(PowerSGD(rank=32, factors="bf16")),
     "PowerSGD, rank 96, bf16 factors": Contestant(PowerSGD(rank=96, factors="bf16")),
     "Cast, bf16": Contestant(Cast("bf16")),
@@ -231,7 +231,7 @@ def why_it_fails(hook: Callable[[], tuple[Any, Any]]) -> str | None:
         model.register_comm_hook(*hook())
         model(torch.ones(2, 4)).sum().backward()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
-        return f"{type(error).__name__}: {str(error).rpartition('callback: ')[2]}"[:120]
+        return f"{type(error).__name__}: {str(error).rpartition('callback: ')[2]}".splitlines()[0][:120]
     return None
 
 
@@ -421,7 +421,7 @@ def main() -> None:
         job, answer = options.rank
         return on_a_rank(Job(**json.loads(job)), Path(answer))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rounds = options.rounds or (3 if options.quick else 7)
+    rounds = options.rounds or (2 if options.quick else 5)
     contestants = tuple(dict.fromkeys([NONE, *options.contestants]))
     large = Job("hooks", "defaults", rounds, contestants, profile=options.profile)
     if options.profile:

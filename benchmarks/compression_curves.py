@@ -23,7 +23,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lnn_lightning import PTDPStrategy
-from lnn_lightning.communication import Cast, Compression, PowerSGD
+from lnn_lightning.communication import Cast, Compression, LocalSGD, PowerSGD
 from tests.helpers.ranks import launch_ranks
 
 STEPS, EVERY = 600, 50
@@ -32,9 +32,10 @@ NONE = "none"
 CONTESTANTS: dict[str, Compression | None] = {
     NONE: None,
     "PowerSGD, rank 4": PowerSGD(rank=4),
-    "PowerSGD, rank 16": PowerSGD(rank=16, start_step=50, factors="bf16"),
-    "PowerSGD, rank 32": PowerSGD(rank=32, factors="bf16"),
+    "PowerSGD, rank 16, bf16 factors": PowerSGD(rank=16, start_step=50, factors="bf16"),
+    "PowerSGD, rank 32, bf16 factors": PowerSGD(rank=32, factors="bf16"),
     "Cast, bf16": Cast("bf16"),
+    "LocalSGD, every 8": LocalSGD(every=8, start_step=50),
 }
 
 
