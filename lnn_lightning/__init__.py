@@ -6,7 +6,16 @@ Importing this package registers the strategy names ``ptdp``, ``expert_parallel`
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lnn_lightning.communication import Cast, Hierarchical, LocalSGD, PowerSGD
+from lnn_lightning.communication import (
+    Cast,
+    Hierarchical,
+    LocalSGD,
+    OneBit,
+    PowerSGD,
+    Quantized,
+    SignSGD,
+    TopK,
+)
 from lnn_lightning.memory.gist import Gist
 from lnn_lightning.memory.offload.settings import Offload
 from lnn_lightning.optim import Adafactor
@@ -29,8 +38,12 @@ __all__ = [
     "LocalSGD",
     "Offload",
     "OffloadStrategy",
+    "OneBit",
     "PTDPStrategy",
     "PowerSGD",
+    "Quantized",
+    "SignSGD",
+    "TopK",
     "Upcycle",
 ]
 __version__ = "0.1.0"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lnn_lightning.communication.compression import Compression, Compressor, Ranks
+from lnn_lightning.communication.compression import Compression, Compressor, Ranks, Seat
 from lnn_lightning.communication.errors import Errors
 from lnn_lightning.parallel.bits import from_bits, to_bits
 from lnn_lightning.parallel.errors import LayoutError
@@ -40,6 +41,11 @@ class OneBit(Compression):
     def __post_init__(self) -> None:
         if not self.start_step >= 0:
             raise LayoutError(f"OneBit's `start_step` must be at least 0, got {self.start_step!r}.")
+
+    @override
+    def state_bytes(self, shape: Sequence[int], dtype: torch.dtype, seat: Seat) -> int:
+        size = torch.promote_types(dtype, torch.float32).itemsize
+        return math.prod(shape) * size if self.error_feedback else 0
 
     @override
     def compressor(self, ranks: Ranks) -> Compressor:
@@ -107,6 +113,8 @@ class SignSGD(Compression):
     embedding that no sample has) votes for neither side, and a tie is zero: with one bit, as in the paper, such
     elements would move for ever. So a vote has two bits, sent to the rank that counts it, and two come back.
     """
+
+    remembers: ClassVar[bool] = False
 
     @override
     def compressor(self, ranks: Ranks) -> Compressor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lnn_lightning.communication.compression import Compression, Compressor, Ranks
+from lnn_lightning.communication.compression import Compression, Compressor, Ranks, Seat
 from lnn_lightning.communication.errors import Errors
 from lnn_lightning.parallel.errors import LayoutError
 
@@ -72,6 +72,12 @@ class TopK(Compression):
     def compresses(self, shape: Sequence[int]) -> bool:
         """Whether the gradient of a parameter of a shape is compressed."""
         return math.prod(shape) >= max(self.min_size, 1)
+
+    @override
+    def state_bytes(self, shape: Sequence[int], dtype: torch.dtype, seat: Seat) -> int:
+        if not self.compresses(shape):
+            return 0
+        return (2 if self.momentum else 1) * math.prod(shape) * torch.promote_types(dtype, torch.float32).itemsize
 
     @override
     def compressor(self, ranks: Ranks) -> Compressor:
