@@ -321,19 +321,22 @@ def _edges(rank: int, world_size: int) -> None:
 def _all_alone(rank: int, world_size: int) -> None:
     _alone(rank, world_size)
     _edges(rank, world_size)
-    # a static graph: PowerSGD of gradients of rank 2 loses nothing
+    # a static graph: PowerSGD of rank 3 loses nothing of gradients of rank 2
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 30))
+    model = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 30)).double()
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.001, static_graph=True)
-    compressors = attach(ddp, PowerSGD(world_size, min_compression=1))
+    compressors = attach(ddp, PowerSGD(3, min_compression=1))
     for step in range(4):
-        xs = [torch.randn(1, 30, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(world_size)]
+        xs = [
+            torch.randn(1, 30, generator=torch.Generator().manual_seed(10 * step + r)).double()
+            for r in range(world_size)
+        ]
         expected = torch.autograd.grad(model(torch.cat(xs)).square().mean(), [*model.parameters()])
         model.zero_grad()
         ddp(xs[rank]).square().mean().backward()
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
-            assert parameter.grad is not None and relative_error(parameter.grad, gradient) < 1e-5
-    assert compressors.by_place["data_parallel"].step == 4 and compressors.traffic.ratio > 3
+            assert parameter.grad is not None and relative_error(parameter.grad, gradient) < 1e-10
+    assert compressors.by_place["data_parallel"].step == 4 and compressors.traffic.ratio > 2
 
 
 def test_state_scale_and_what_is_not_finite() -> None:
