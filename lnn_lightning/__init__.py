@@ -6,7 +6,7 @@ Importing this package registers the strategy names ``ptdp``, ``expert_parallel`
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lnn_lightning.communication import Cast, LocalSGD
+from lnn_lightning.communication import Cast, LocalSGD, PowerSGD
 from lnn_lightning.memory.gist import Gist
 from lnn_lightning.memory.offload.settings import Offload
 from lnn_lightning.optim import Adafactor
@@ -27,6 +27,7 @@ __all__ = [
     "Offload",
     "OffloadStrategy",
     "PTDPStrategy",
+    "PowerSGD",
     "Upcycle",
 ]
 __version__ = "0.1.0"

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lnn_lightning.parallel.errors import LayoutError
+
 PREFIX = "error."
 
 
@@ -21,14 +23,30 @@ class Errors:
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
-    def wanted(self, name: str, gradient: Tensor, scale: float) -> Tensor:
-        """What should be sent: the gradient and what is left from earlier steps; a new tensor."""
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
+    def of(self, name: str, gradient: Tensor) -> Tensor:
+        """What is kept for a parameter, on the device of its gradient; zeros at first.
+
+        Raises:
+            LayoutError: the error from a checkpoint has another shape.
+        """
         error = self._kept.get(name)
         if error is None:
-            error = self._kept[name] = torch.zeros_like(gradient, dtype=dtype)
-        used = gradient.any().to(dtype)
-        return torch.add(gradient.to(dtype), error * used, alpha=scale)
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            error = self._kept[name] = torch.zeros(gradient.shape, dtype=dtype, device=gradient.device)
+        elif error.shape != gradient.shape:
+            raise LayoutError(
+                f"The error of {name!r} in the checkpoint has the shape {tuple(error.shape)}, its gradient "
+                f"{tuple(gradient.shape)}: the parameter is another one. Go on without the checkpoint's compression."
+            )
+        elif error.device != gradient.device:
+            error = self._kept[name] = error.to(gradient.device)
+        return error
+
+    def wanted(self, name: str, gradient: Tensor, scale: float) -> Tensor:
+        """What should be sent: the gradient and what is left from earlier steps; a new tensor."""
+        error = self.of(name, gradient)
+        used = gradient.any().to(error.dtype)
+        return torch.add(gradient.to(error.dtype), error * used, alpha=scale)
 
     def keep(self, name: str, wanted: Tensor, sent: Tensor, arrived: Tensor, scale: float) -> None:
         """Keeps what is left.
