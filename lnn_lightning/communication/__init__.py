@@ -3,6 +3,7 @@
 from lnn_lightning.communication.cast import Cast
 from lnn_lightning.communication.compression import Compression, Compressor
 from lnn_lightning.communication.ddp import attach
+from lnn_lightning.communication.hierarchical import Hierarchical
 from lnn_lightning.communication.local import LocalSGD
 from lnn_lightning.communication.powersgd import PowerSGD, compression_ratio
 from lnn_lightning.communication.running import Compressors
@@ -12,6 +13,7 @@ __all__ = [
     "Compression",
     "Compressor",
     "Compressors",
+    "Hierarchical",
     "LocalSGD",
     "PowerSGD",
     "attach",

@@ -42,6 +42,8 @@ class Cast(Compression):
 
 
 class _Caster(Compressor):
+    can_scatter = True
+
     def __init__(self, ranks: Ranks, dtype: torch.dtype) -> None:
         super().__init__(ranks)
         self._dtype = dtype
@@ -52,3 +54,7 @@ class _Caster(Compressor):
         parts = self.wire.sum(flat).split([each.numel() for each in gradients.values()])
         for gradient, part in zip(gradients.values(), parts, strict=True):
             gradient.copy_(part.view_as(gradient))
+
+    @override
+    def _scatter_mean(self, chunks: Tensor, name: str) -> Tensor:
+        return self.wire.scatter_sum(chunks.div(self.wire.size).to(self._dtype)).to(chunks.dtype)

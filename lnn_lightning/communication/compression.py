@@ -63,7 +63,10 @@ class Compressor(ABC):
     Attributes:
         step: steps that were reduced.
         scale: factor in the gradients (loss scale): what is kept from one step to the next is kept without it.
+        can_scatter: whether it has :meth:`scatter_mean`.
     """
+
+    can_scatter = False
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.wire = ranks, Wire(ranks.group)
@@ -75,6 +78,11 @@ class Compressor(ABC):
         """Bytes since it was made."""
         return self.wire.traffic
 
+    @property
+    def levels(self) -> dict[str, Traffic]:
+        """The same, apart for what stays on a host and what leaves it, if those are treated apart."""
+        return {"": self.traffic}
+
     @torch.no_grad()
     def reduce(self, gradients: Mapping[str, Tensor]) -> None:
         """Puts the mean over the ranks, as it arrives, in the place of this rank's gradients. Collective.
@@ -82,11 +90,28 @@ class Compressor(ABC):
         Args:
             gradients: by parameter; a part of those of the step (a bucket), each once a step, dense and contiguous.
         """
-        self.traffic.plain += sum(each.numel() * each.element_size() for each in gradients.values())
+        self.wire.traffic.plain += sum(each.numel() * each.element_size() for each in gradients.values())
         self._reduce(gradients)
 
     @abstractmethod
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None: ...
+
+    @torch.no_grad()
+    def scatter_mean(self, chunks: Tensor, name: str = "") -> Tensor:
+        """The mean over the ranks, of which each rank gets its own part (ZeRO); nothing is kept back. Collective.
+
+        Args:
+            chunks: (ranks, n): row r is this rank's gradients of the part of rank r.
+            name: the same on all ranks, another one for each call of a step: of its random numbers.
+
+        Returns:
+            The mean of this rank's part (n), in the dtype of the gradients.
+        """
+        self.traffic.plain += chunks.numel() * chunks.element_size()
+        return self._scatter_mean(chunks, name)
+
+    def _scatter_mean(self, chunks: Tensor, name: str) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} cannot give each rank a part alone (`can_scatter`).")
 
     def finish_step(self) -> None:
         """Behind the last bucket of a step."""
