@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lnn_lightning.communication.compression import Compression, Compressor, Ranks
+from lnn_lightning.communication.local import LocalSGD
 from lnn_lightning.communication.rows import Rows
 from lnn_lightning.communication.wire import Traffic
 from lnn_lightning.parallel.errors import LayoutError
@@ -49,6 +50,11 @@ class Hierarchical(Compression):
 
     def __post_init__(self) -> None:
         for name, each in (("inner", self.inner), ("outer", self.outer)):
+            if isinstance(each, LocalSGD):
+                raise LayoutError(
+                    f"Hierarchical's `{name}` cannot be LocalSGD, which leaves gradients alone and averages parameters "
+                    "over all ranks. Use it without Hierarchical."
+                )
             if isinstance(each, Hierarchical) or not (each is None or isinstance(each, Compression)):
                 raise LayoutError(
                     f"Hierarchical's `{name}` must be None or a compression that is not hierarchical itself, such as "
