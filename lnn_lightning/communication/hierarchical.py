@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lnn_lightning.communication.compression import Compression, Compressor, Ranks
+from lnn_lightning.communication.compression import Compression, Compressor, Ranks, Seat
 from lnn_lightning.communication.local import LocalSGD
 from lnn_lightning.communication.rows import Rows
 from lnn_lightning.communication.wire import Traffic
@@ -37,7 +38,8 @@ class Hierarchical(Compression):
     ``outer``.
 
     Args:
-        inner: how the ranks of a host average their gradients, as a whole each; None: exactly.
+        inner: how the ranks of a host average their gradients: a reduce-scatter where that can be compressed (Cast,
+            Quantized), otherwise an all-reduce; None: exactly.
         outer: how hosts average theirs; None: exactly.
 
     Raises:
@@ -50,24 +52,83 @@ class Hierarchical(Compression):
 
     def __post_init__(self) -> None:
         for name, each in (("inner", self.inner), ("outer", self.outer)):
-            if isinstance(each, LocalSGD):
+            if isinstance(each, (Hierarchical, LocalSGD)) or not (each is None or isinstance(each, Compression)):
                 raise LayoutError(
-                    f"Hierarchical's `{name}` cannot be LocalSGD, which leaves gradients alone and averages parameters "
-                    "over all ranks. Use it without Hierarchical."
-                )
-            if isinstance(each, Hierarchical) or not (each is None or isinstance(each, Compression)):
-                raise LayoutError(
-                    f"Hierarchical's `{name}` must be None or a compression that is not hierarchical itself, such as "
-                    f"PowerSGD(rank=4), got {each!r}."
+                    f"Hierarchical's `{name}` must be None or a compression of gradients, such as PowerSGD(rank=4), "
+                    f"and not hierarchical itself, got {each!r}."
                 )
         if self.inner is None and self.outer is None:
             raise LayoutError(
                 "Hierarchical(inner=None, outer=None) compresses nothing: set `outer`, for what leaves a host."
             )
 
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        """Whether one of them does."""
+        return any(each.remembers for each in (self.inner, self.outer) if each is not None)
+
     @override
     def compressor(self, ranks: Ranks) -> Compressor:
         return _OverHosts(ranks, self, hosts_of(ranks.group))
+
+    @override
+    def state_bytes(self, shape: Sequence[int], dtype: torch.dtype, seat: Seat) -> int:
+        spread = Spread.of(seat.hosts, seat.rank)
+        total = 0
+        if spread.has_inner and self.inner is not None:
+            inside = Seat(spread.place, tuple(seat.hosts[rank] for rank in spread.by_host[spread.host]))
+            total += self.inner.state_bytes(shape, dtype, inside)
+        if spread.has_outer and self.outer is not None:
+            between = Seat(spread.host, tuple(seat.hosts[rank] for rank in spread.same_place[spread.place]))
+            piece = spread.rows.shape(shape)
+            total += self.outer.state_bytes(piece, dtype, between) if prod(piece) else 0
+        return total
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How ranks lie on hosts, and where one of them is.
+
+    Attributes:
+        by_host: the ranks of each host.
+        host: the rank's.
+        place: the rank's among those of its host.
+    """
+
+    by_host: list[list[int]]
+    host: int
+    place: int
+
+    @classmethod
+    def of(cls, hosts: Sequence[Host], rank: int) -> Spread:
+        """Finds out, from the host of each rank.
+
+        Raises:
+            LayoutError: hosts have different numbers of ranks.
+        """
+        by_host = ranks_by_host(hosts)
+        host = next(index for index, members in enumerate(by_host) if rank in members)
+        return cls(by_host, host, by_host[host].index(rank))
+
+    @property
+    def same_place(self) -> list[list[int]]:
+        """For each place on a host, the ranks there."""
+        return [list(ranks) for ranks in zip(*self.by_host, strict=True)]
+
+    @property
+    def has_outer(self) -> bool:
+        """Whether there are several hosts."""
+        return len(self.by_host) > 1
+
+    @property
+    def has_inner(self) -> bool:
+        """Whether hosts have several ranks, or there is one alone."""
+        return len(self.by_host[0]) > 1 or not self.has_outer
+
+    @property
+    def rows(self) -> Rows:
+        """What the rank averages with other hosts."""
+        return Rows(len(self.by_host[0]), self.place) if self.has_inner else Rows(1, 0)
 
 
 def ranks_by_host(hosts: Sequence[Host]) -> list[list[int]]:
@@ -94,9 +155,17 @@ def ranks_by_host(hosts: Sequence[Host]) -> list[list[int]]:
 class Exact(Compressor):
     """Averages without compression."""
 
+    can_scatter = True
+
     @override
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None:
         self.average(list(gradients.values()))
+
+    @override
+    def _scatter_mean(self, chunks: Tensor, name: str) -> Tensor:
+        """In the dtype of the reduction."""
+        dtype = reduction_dtype(chunks.dtype, self.ranks.reduce_dtype)
+        return self.wire.scatter_sum(chunks.to(dtype).div(self.wire.size))
 
 
 class _OverHosts(Compressor):
@@ -110,32 +179,31 @@ class _OverHosts(Compressor):
 
     def __init__(self, ranks: Ranks, settings: Hierarchical, hosts: Sequence[Host]) -> None:
         super().__init__(ranks)
-        by_host = ranks_by_host(hosts)
-        host = next(index for index, members in enumerate(by_host) if self.wire.rank in members)
-        self._rows = Rows(len(by_host[0]), by_host[host].index(self.wire.rank))
-        self._hosts = ",".join(str(index) for _, index in sorted((r, i) for i, m in enumerate(by_host) for r in m))
-        several, both = len(by_host) > 1, len(by_host) > 1 and self._rows.ranks > 1
-        if not several and settings.outer is not None and self.wire.rank == 0:
+        spread = Spread.of(hosts, self.wire.rank)
+        self._rows, self._hosts = spread.rows, ",".join(str([*dict.fromkeys(hosts)].index(host)) for host in hosts)
+        if not spread.has_outer and settings.outer is not None and self.wire.rank == 0:
             warnings.warn(
                 f"Hierarchical: all {len(hosts)} ranks that average gradients are on one host ({hosts[0].name}). "
                 "Nothing leaves it, and the `outer` compression is not used.",
                 stacklevel=2,
             )
-        inside = part_of(ranks.group, by_host, "inside_host") if both else ranks.group
-        places = [list(members) for members in zip(*by_host, strict=True)]
-        between = part_of(ranks.group, places, "between_hosts") if both else ranks.group
-        # what hosts draw, and ranks at different places on them, has nothing to do with each other
-        seeds = seed_of(ranks.seed, 0, host), seed_of(ranks.seed, 1, self._rows.rank)
+        inside = between = ranks
+        if spread.has_inner and spread.has_outer:
+            # hosts draw random numbers of their own, and so do the ranks at each place on them
+            group = part_of(ranks.group, spread.by_host, "inside_host")
+            inside = replace(ranks, group=group, seed=seed_of(ranks.seed, 0, spread.host))
+            group = part_of(ranks.group, spread.same_place, "between_hosts")
+            between = replace(ranks, group=group, seed=seed_of(ranks.seed, 1, spread.place))
         self._levels: dict[str, Compressor] = {}
-        if both or not several:
-            self._levels[INNER] = _made(settings.inner, Ranks(inside, seeds[0], ranks.reduce_dtype))
-        if several:
-            self._levels[OUTER] = _made(settings.outer, Ranks(between, seeds[1], ranks.reduce_dtype))
+        if spread.has_inner:
+            self._levels[INNER] = settings.inner.compressor(inside) if settings.inner is not None else Exact(inside)
+        if spread.has_outer:
+            self._levels[OUTER] = settings.outer.compressor(between) if settings.outer is not None else Exact(between)
 
     @override
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None:
         for level in self._levels.values():
-            level.scale = self.scale
+            level.scale, level.step = self.scale, self.step  # which are set from outside
         if len(self._levels) == 1:
             (only,) = self._levels.values()
             only.reduce(gradients)
@@ -155,11 +223,10 @@ class _OverHosts(Compressor):
 
     def _mean_in_host(self, inner: Compressor, gradients: Mapping[str, Tensor]) -> Tensor:
         """This rank's line of the host's mean of gradients of one dtype."""
-        if not isinstance(inner, Exact):
-            inner.reduce(gradients)
-            return self._rows.pack(gradients)[self._rows.rank].clone()
-        dtype = reduction_dtype(next(iter(gradients.values())).dtype, self.ranks.reduce_dtype)
-        return inner.wire.scatter_sum(self._rows.pack(gradients).to(dtype).div_(self._rows.ranks))
+        if inner.can_scatter:
+            return inner.scatter_mean(self._rows.pack(gradients), next(iter(gradients)))
+        inner.reduce(gradients)
+        return self._rows.pack(gradients)[self._rows.rank].clone()
 
     @override
     def finish_step(self) -> None:
@@ -207,7 +274,3 @@ class _OverHosts(Compressor):
         for name, level in self._levels.items():
             own = {key: value for key, value in state.items() if key.startswith(f"{name}.")}
             level.load_state_dict({key.removeprefix(f"{name}."): value for key, value in own.items()})
-
-
-def _made(settings: Compression | None, ranks: Ranks) -> Compressor:
-    return settings.compressor(ranks) if settings is not None else Exact(ranks)

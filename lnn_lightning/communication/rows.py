@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -35,13 +36,18 @@ class Rows:
         """Views of this rank's line of what was packed, by parameter; those it has no row of are left out."""
         found, start = {}, 0
         for name, gradient in gradients.items():
-            size = self._part(gradient)
-            here = min(size, gradient.numel() - self.rank * size)
-            if here > 0:
-                part = own[start : start + here]
-                found[name] = part.view(-1, *gradient.shape[1:]) if gradient.dim() else part.view(())
-            start += size
+            shape = self.shape(gradient.shape)
+            if prod(shape):
+                found[name] = own[start : start + prod(shape)].view(shape)
+            start += self._part(gradient)
         return found
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """Of this rank's piece of a gradient; without elements if it has no row."""
+        if not whole:
+            return () if self.rank == 0 else (0,)
+        rows = -(-whole[0] // self.ranks)
+        return (max(0, min(rows, whole[0] - self.rank * rows)), *whole[1:])
 
     def unpack(self, packed: Tensor, gradients: Mapping[str, Tensor]) -> None:
         """Puts the lines of all ranks in the place of the gradients."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from lnn_lightning.communication.compression import Compression, Compressor, Ranks
 from lnn_lightning.communication.wire import Traffic
@@ -109,7 +110,7 @@ class BucketHook:
         """Averages a bucket in its place; the future is of its buffer."""
         buffer = bucket.buffer()
         gradients = {
-            self._names[id(parameter)]: gradient
+            self._names[id(parameter)]: _in_order(gradient, parameter)
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
         }
         if buffer.device.type == "cpu":
@@ -128,6 +129,20 @@ class BucketHook:
 
     def _reduce(self, bucket: dist.GradBucket, gradients: Mapping[str, Tensor]) -> None:
         compressor = self._compressor()
-        compressor.reduce(gradients)
+        rows = {name: gradient.contiguous() for name, gradient in gradients.items()}
+        compressor.reduce(rows)
+        for name, gradient in gradients.items():
+            if rows[name] is not gradient:
+                gradient.copy_(rows[name])
         if bucket.is_last():
             compressor.finish_step()
+
+
+def _in_order(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient of a bucket with its elements where they belong: DDP's buckets keep the parameter's order in memory.
+
+    ``GradBucket.gradients()`` knows its shape alone, which mixes rows and columns of one in channels_last.
+    """
+    if parameter.is_contiguous() or not is_non_overlapping_and_dense_or_false(parameter):
+        return gradient
+    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())

@@ -1,8 +1,12 @@
 """Gradients are compressed between hosts; hosts are told apart by a name that each rank is given here."""
 
+import json
+import subprocess
+import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lnn_lightning.communication import Cast, Compression, Hierarchical
+from lnn_lightning.communication import Cast, Compression, Hierarchical, LocalSGD, PowerSGD
 from lnn_lightning.communication.compression import Ranks
 from lnn_lightning.communication.hierarchical import ranks_by_host
 from lnn_lightning.communication.rows import Rows
 from lnn_lightning.parallel.errors import LayoutError
 from lnn_lightning.parallel.hosts import Host
+from tests.helpers.hosts import finish, need_namespaces, two_hosts
 from tests.helpers.ranks import run_ranks
 
 SHAPES = {"matrix": (7, 5), "few": (1, 6), "vector": (3,), "scalar": (), "cube": (8, 2, 3), "empty": (0, 4)}
@@ -31,10 +36,12 @@ def on_host(name: str) -> Iterator[None]:
         yield
 
 
-def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def gradients_of(
+    rank: int, step: int, dtype: torch.dtype = torch.float64, shapes: Mapping[str, Sequence[int]] = SHAPES
+) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in SHAPES.items()
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
     }
 
 
@@ -82,6 +89,64 @@ def test_rows() -> None:
     assert all(torch.equal(back[name], each) for name, each in gradients.items())
 
 
+LARGER = {"w": (9, 16), "b": (9,), "v": (3, 8, 8)}
+STEPS = 12
+
+
+def _low_rank(rank: int, world_size: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], bool]:
+    """What arrives in each step, the factors it began with, and whether a run that was resumed is the same."""
+
+    def made() -> Any:
+        with on_host(APART[rank]):
+            return Hierarchical(outer=PowerSGD(2, min_compression=1)).compressor(Ranks(dist.group.WORLD, 3))  # type: ignore[arg-type]
+
+    def run(compressor: Any, steps: range) -> list[dict[str, Tensor]]:
+        results = []
+        for step in steps:
+            results.append(gradients_of(rank, step, shapes=LARGER))
+            compressor.reduce(results[-1])
+            compressor.finish_step()
+        return results
+
+    whole, first, second = made(), made(), made()
+    like = torch.empty(0, dtype=torch.float64)
+    shapes = {"w": (5 - rank % 2, 16), "v": (2 - rank % 2, 64)}
+    factors = {name: whole._levels["outer"]._start(name, shape, like).clone() for name, shape in shapes.items()}
+    results = run(whole, range(STEPS))
+    run(first, range(5))
+    second.load_state_dict({key: value for key, value in first.state_dict().items()})
+    again = run(second, range(5, STEPS))
+    same = all(torch.equal(a[n], b[n]) for a, b in zip(again, results[5:], strict=True) for n in LARGER)
+    return results, factors, same and whole.error_norm() > 0
+
+
+def test_low_rank_between_hosts_is_the_algorithm() -> None:
+    """DALL-E's form against the formulas on one process: factors of each rank's rows of its host's mean."""
+    ranks = run_ranks(_low_rank, 4)
+    assert all(same for _, _, same in ranks)
+    errors: dict[tuple[str, int, int], Tensor] = {}
+    qs = {(name, place): ranks[place][1][name].mT for name in ("w", "v") for place in (0, 1)}
+    for step in range(STEPS):
+        own = [gradients_of(rank, step, shapes=LARGER) for rank in range(4)]
+        of_host = [{name: (own[a][name] + own[b][name]) / 2 for name in LARGER} for a, b in ((0, 1), (2, 3))]
+        for name in ("w", "v"):
+            pieces = []
+            for place in (0, 1):
+                ms = [each[name].flatten(1).chunk(2)[place] for each in of_host]
+                ms = [m + errors.get((name, place, host), 0) for host, m in enumerate(ms)]
+                p = torch.linalg.qr(sum(m @ qs[name, place] for m in ms) / 2).Q  # type: ignore[operator]
+                own_qs = [m.mT @ p for m in ms]
+                q = sum(own_qs) / 2
+                for host, m in enumerate(ms):
+                    errors[name, place, host] = m - p @ own_qs[host].mT
+                pieces.append(p @ q.mT)
+                qs[name, place] = q
+            wanted = torch.cat(pieces).view(LARGER[name])
+            for results, _, _ in ranks:
+                torch.testing.assert_close(results[step][name], wanted, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(ranks[3][0][step]["b"], (of_host[0]["b"] + of_host[1]["b"]) / 2)
+
+
 def _bytes(rank: int, world_size: int) -> list[dict[str, Any]]:
     found = []
     for settings in (Hierarchical(outer=Cast()), Hierarchical(Cast("fp16"), Cast()), Hierarchical(inner=Cast())):
@@ -102,7 +167,7 @@ def test_bytes_by_level() -> None:
             assert (each["outer"].plain, each["outer"].payload, each["outer"].sent) == (4 * rows, 2 * rows, 2 * rows)
         assert exact["inner"].payload == 4 * 2 * packed + 4 * packed  # a reduce-scatter and an all-gather
         assert exact["inner"].sent == 4 * packed + 4 * packed
-        assert cast["inner"].payload == 2 * 93 + 4 * packed
+        assert cast["inner"].payload == 2 * 2 * packed + 4 * packed
         assert outside["outer"].payload == 4 * rows
 
 
@@ -144,7 +209,11 @@ def test_unequal_hosts_are_refused() -> None:
     ("values", "words"),
     [
         ({}, "compresses nothing"),
-        ({"outer": Hierarchical(outer=Cast())}, "`outer` must be None or a compression that is not hierarchical"),
+        (
+            {"outer": Hierarchical(outer=Cast())},
+            "`outer` must be None or a compression of gradients, .* and not hierarchical itself",
+        ),
+        ({"outer": LocalSGD()}, "`outer` must be None or a compression of gradients"),
         ({"inner": "bf16", "outer": Cast()}, "`inner` must be None or a compression"),
     ],
 )
@@ -162,3 +231,28 @@ def test_from_yaml() -> None:
     value = {"class_path": "lnn_lightning.communication.Hierarchical", "init_args": {"inner": inner, "outer": inner}}
     made = parser.instantiate_classes(parser.parse_object({"compression": value}))
     assert made.compression == Hierarchical(Cast("fp16"), Cast("fp16"))
+
+
+@pytest.mark.slow
+def test_bytes_on_the_link(tmp_path: Path) -> None:
+    """Two hosts of two ranks: what leaves a host on the wire is what was counted."""
+    need_namespaces()
+    with two_hosts() as hosts:
+        processes = []
+        for number, host in enumerate(hosts):
+            words = [number, hosts[0].address, 29400, tmp_path]
+            command = [sys.executable, "-m", "tests.communication.between_hosts", *map(str, words)]
+            processes.append(host.start(command, tmp_path / host.name, GLOO_SOCKET_IFNAME=interface_of(host)))
+        codes = finish(processes, 60)
+    assert codes == [0, 0], "".join((tmp_path / f"node{number}").read_text()[-3000:] for number in range(2))
+    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
+    for name, most in (("exact", 1.1), ("low rank", 1.5)):
+        for first in (0, 2):
+            counted = found[first][name][1] + found[first + 1][name][1]
+            assert counted <= found[first][name][0] < most * counted + 20000
+    assert found[0]["low rank"][0] < found[0]["exact"][0] / 20
+
+
+def interface_of(host: Any) -> str:
+    shown = subprocess.run([*host.prefix, "ls", "/sys/class/net"], capture_output=True, text=True, check=True).stdout
+    return next(each for each in shown.split() if each.startswith("v"))

@@ -427,3 +427,34 @@ def test_in_the_strategy() -> None:
             for name, value in expected.items():
                 assert relative_error(state[name], value) < (1e-9 if compression is low else 1e-7), (layout, name)
     assert relative_error(_trained_alone(low, 0)["head.weight"], _trained_alone(None, 0)["head.weight"]) > 1e-4
+
+
+class _Layout(nn.Module):
+    """A convolution and a matrix whose elements may lie otherwise in memory."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        conv, matrix = torch.randn(8, 6, 3, 3), torch.randn(12, 8 * 9)
+        self.conv = nn.Parameter(conv.to(memory_format=torch.channels_last) if turned else conv)
+        self.matrix = nn.Parameter(matrix.t().contiguous().t() if turned else matrix)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.conv).flatten(1) @ self.matrix.t()
+
+
+def _laid_out(rank: int, world_size: int, turned: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = _Layout(turned).double()
+    ddp = DistributedDataParallel(model)
+    attach(ddp, PowerSGD(rank=2, min_compression=1.0))
+    for step in range(4):
+        x = torch.randn(4, 6, 5, 5, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+        ddp(x).square().mean().backward()
+    return {name: p.grad.contiguous().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_order_in_memory_does_not_matter() -> None:
+    """Rows and columns are those of the parameter, as in channels_last."""
+    plain, turned = (run_ranks(_laid_out, 2, each)[0] for each in (False, True))
+    for name, value in plain.items():
+        torch.testing.assert_close(turned[name], value, rtol=1e-9, atol=1e-12)
