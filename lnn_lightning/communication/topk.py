@@ -75,6 +75,16 @@ class TopK(Compression):
         return math.prod(shape) >= max(self.min_size, 1)
 
     @override
+    def advice(self, optimizer: torch.optim.Optimizer) -> str | None:
+        groups = optimizer.param_groups
+        if not self.momentum or not any(group.get("momentum") or "betas" in group for group in groups):
+            return None
+        return (
+            f"`TopK(momentum={self.momentum})` sends velocities, and {type(optimizer).__name__} has momentum too: "
+            "it would act twice. Use SGD without momentum, or TopK without."
+        )
+
+    @override
     def state_bytes(self, shape: Sequence[int], dtype: torch.dtype, seat: Seat) -> int:
         kept = (1 if self.momentum else 0) + (1 if self.compresses(shape) else 0)
         return kept * math.prod(shape) * torch.promote_types(dtype, torch.float32).itemsize

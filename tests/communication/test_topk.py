@@ -156,3 +156,11 @@ def test_density_comes_down() -> None:
     settings = replace(TopK(density=0.001), warmup_steps=5)
     densities = [settings.density_at(step) for step in range(6)]
     assert densities == [0.25, 0.0625, 0.25**3, 0.25**4, 0.001, 0.001]
+
+
+def test_two_momentums_are_told() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    with_own = torch.optim.SGD([parameter], 0.1, momentum=0.9), torch.optim.Adam([parameter])
+    assert all("twice" in (TopK(momentum=0.9).advice(each) or "") for each in with_own)
+    assert TopK(momentum=0.9).advice(torch.optim.SGD([parameter], 0.1)) is None
+    assert TopK().advice(with_own[0]) is None
