@@ -159,7 +159,8 @@ def draw(folder: Path, times: dict[str, float], picture: Path) -> None:
     for (name, curve), label in zip(curves.items(), labels, strict=True):
         style = {"color": "black" if name == NONE else colours[name], "linewidth": 2.2 if name == NONE else 1.4}
         by_step.plot(curve["steps"], curve["losses"], **style)
-        seconds = [step * times[name] for step in curve["steps"]]
+        begin = getattr(CONTESTANTS[name], "start_step", 0)
+        seconds = [min(step, begin) * times[NONE] + max(step - begin, 0) * times[name] for step in curve["steps"]]
         by_time.plot(seconds, curve["losses"], **style)
         by_time.plot(seconds[-1], curve["losses"][-1], "o", color=style["color"], markersize=4)
         by_step.annotate(
@@ -181,7 +182,7 @@ def draw(folder: Path, times: dict[str, float], picture: Path) -> None:
         axes.grid(alpha=0.25)
     by_step.set_xlim(0, STEPS)
     by_time.set_xlim(left=0)
-    figure.subplots_adjust(left=0.06, right=0.985, top=0.92, bottom=0.12, wspace=0.42)
+    figure.subplots_adjust(left=0.06, right=0.985, top=0.92, bottom=0.12, wspace=0.55)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110, metadata={"Date": None} if picture.suffix == ".svg" else None)
 
