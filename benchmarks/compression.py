@@ -1,7 +1,7 @@
 """What compressing gradients gains on a slow link, and what it costs on a fast one.
 
-    python -m benchmarks.compression            # all tables, less than ten minutes on two cores; needs root, ip and tc
-    python -m benchmarks.compression --quick    # about three minutes
+    python -m benchmarks.compression            # all tables, about eight minutes on two cores; needs root, ip, tc
+    python -m benchmarks.compression --quick    # about half of that
     python -m benchmarks.compression --only loopback --rounds 9    # needs no root
     python -m benchmarks.compression --only link --contestants none "PowerSGD, rank 4" --profile    # where time goes
 

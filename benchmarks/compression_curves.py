@@ -164,7 +164,7 @@ def draw(folder: Path, times: dict[str, float], picture: Path) -> None:
         by_time.plot(seconds, curve["losses"], **style)
         by_time.plot(seconds[-1], curve["losses"][-1], "o", color=style["color"], markersize=4)
         by_step.annotate(
-            name,
+            name.removesuffix(" factors"),
             (curve["steps"][-1], curve["losses"][-1]),
             (STEPS * 1.06, label),
             arrowprops={"arrowstyle": "-", "color": style["color"], "linewidth": 0.5, "shrinkA": 0, "relpos": (0, 0.5)},
