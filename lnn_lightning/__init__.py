@@ -6,11 +6,21 @@ Importing this package registers the strategy names ``ptdp``, ``expert_parallel`
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lnn_lightning.communication import Cast, LocalSGD, PowerSGD
+from lnn_lightning.communication import (
+    Cast,
+    Hierarchical,
+    LocalSGD,
+    OneBit,
+    PowerSGD,
+    Quantized,
+    SignSGD,
+    TopK,
+)
 from lnn_lightning.memory.gist import Gist
 from lnn_lightning.memory.offload.settings import Offload
 from lnn_lightning.optim import Adafactor
 from lnn_lightning.parallel.expert.settings import ExpertParallel, Upcycle
+from lnn_lightning.strategies.compression_monitor import CompressionMonitor
 from lnn_lightning.strategies.ddp_hooks import let_lightning_call_our_hooks
 from lnn_lightning.strategies.expert import ExpertParallelStrategy
 from lnn_lightning.strategies.offload import OffloadStrategy
@@ -20,14 +30,20 @@ from lnn_lightning.strategies.reading import let_lightning_read_folders
 __all__ = [
     "Adafactor",
     "Cast",
+    "CompressionMonitor",
     "ExpertParallel",
     "ExpertParallelStrategy",
     "Gist",
+    "Hierarchical",
     "LocalSGD",
     "Offload",
     "OffloadStrategy",
+    "OneBit",
     "PTDPStrategy",
     "PowerSGD",
+    "Quantized",
+    "SignSGD",
+    "TopK",
     "Upcycle",
 ]
 __version__ = "0.1.0"

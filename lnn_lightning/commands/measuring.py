@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR
-from lnn_lightning.planning.measure import PeakMemory, SavedWatch, held_bytes, state_bytes
+from lnn_lightning.planning.measure import PeakMemory, SavedWatch, compression_bytes, held_bytes, state_bytes
 from lnn_lightning.strategies.ptdp import PTDPStrategy
 
 
@@ -51,6 +51,7 @@ class MeasureMemory(pl.Callback):
         strategy.engine.extensions.remove(self._watch)
         self.measured |= {
             "optimizer": state_bytes(strategy.optimizers),
+            "compression": compression_bytes(strategy._compressors) if strategy._compressors is not None else 0,
             "activations": self._watch.peak,
             "growth": self._peak.growth(),
         }

@@ -29,9 +29,9 @@ from lnn_lightning.planning.memory import Prediction, RankMemory
 
 HELP = """usage: lnn-lightning memory [--no-measure] --config FILE [OPTION ...]
 
-Prints what each rank of a training holds: parameters, gradients, optimizer state, activations and buffers. What the
-configuration needs is predicted on this one process, for any number of devices; beside it stands what three steps of a
-run measured, where all devices are on this machine.
+Prints what each rank of a training holds: parameters, gradients, optimizer state, activations, buffers, and what
+gradient compression keeps. What the configuration needs is predicted on this one process, for any number of devices;
+beside it stands what three steps of a run measured, where all devices are on this machine.
 
 options:
   --no-measure   predict only, start nothing
@@ -125,13 +125,14 @@ def table(prediction: Prediction, measured: Sequence[Mapping[str, Any]] = ()) ->
         prediction: of all ranks.
         measured: by rank, from :class:`~lnn_lightning.commands.measuring.MeasureMemory`.
     """
-    rows = [("pipeline", "data", *_COLUMNS, "buffers", "total", *(["growth"] if measured else []))]
+    columns = (*_COLUMNS, *(["compression"] if any(rank.compression for rank in prediction.ranks) else []))
+    rows = [("pipeline", "data", *columns, "buffers", "total", *(["growth"] if measured else []))]
     for _, equal in groupby(prediction.ranks, key=_sizes):
         ranks = list(equal)
         first, last = ranks[0], ranks[-1]
         data = str(first.data) if len(ranks) == 1 else f"{first.data}-{last.data}"
         mine = [each for each in measured if (each["pipeline"], first.data) == (first.pipeline, each["data"])]
-        cells = [_pair(getattr(first, column), mine, column) for column in _COLUMNS]
+        cells = [_pair(getattr(first, column), mine, column) for column in columns]
         growth = [_pair(first.total - first.parameters, mine, "growth")] if measured else []
         rows.append((str(first.pipeline), data, *cells, _mib(first.buffers), _mib(first.total), *growth))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -142,7 +143,7 @@ def table(prediction: Prediction, measured: Sequence[Mapping[str, Any]] = ()) ->
 
 
 def _sizes(rank: RankMemory) -> tuple[Any, ...]:
-    return rank.pipeline, *(getattr(rank, column) for column in (*_COLUMNS, "buffers"))
+    return rank.pipeline, *(getattr(rank, column) for column in (*_COLUMNS, "compression", "buffers"))
 
 
 def _pair(predicted: int | None, measured: Sequence[Mapping[str, Any]], name: str) -> str:

@@ -23,6 +23,7 @@ from lnn_lightning.parallel.expert.upcycle import upcycle
 from lnn_lightning.parallel.layout import Layout, Mesh, resolve_layout
 from lnn_lightning.parallel.step.extension import StepExtension
 from lnn_lightning.parallel.step.units import Units
+from lnn_lightning.planning.compression import PlannedCompression
 from lnn_lightning.planning.memory import Prediction, predict
 from lnn_lightning.planning.states import Copies
 from lnn_lightning.precision import MeshAgreement, MeshHalfPrecision, mesh_precision
@@ -74,6 +75,7 @@ def predict_memory(
     strategy.precision_plugin = mesh_precision(strategy.precision_plugin, MeshAgreement())
     strategy.precision_plugin.convert_module(module)
     module.train()
+    settings = strategy._gradient_compression
 
     def make_optimizers() -> list[Optimizer]:
         return _init_optimizers_and_lr_schedulers(module)[0]
@@ -89,6 +91,7 @@ def predict_memory(
         strategy._zero,
         partial(_extensions, strategy._recompute),
         _copies(strategy.precision_plugin),
+        PlannedCompression(settings, layout, trainer.num_nodes) if settings is not None else None,
     )
     for setting, value in (
         ("activation_compression", strategy._activation_compression),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lnn_lightning.communication.wire import Traffic, Wire
+from lnn_lightning.parallel.hosts import Host
 from lnn_lightning.parallel.reduction import reduction_dtype
 
 
@@ -30,6 +31,19 @@ class Ranks:
     reduce_dtype: torch.dtype | None = None
 
 
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place among those that gradients are averaged over, where none of them runs.
+
+    Attributes:
+        rank: counted along the group.
+        hosts: of all its ranks.
+    """
+
+    rank: int
+    hosts: tuple[Host, ...]
+
+
 class Compression(ABC):
     """How gradients are compressed: settings alone, for ``gradient_compression`` or Lightning's ``ddp_comm_hook``.
 
@@ -45,6 +59,16 @@ class Compression(ABC):
     @abstractmethod
     def compressor(self, ranks: Ranks) -> Compressor:
         """What does the work, with empty state. Collective over the ranks."""
+
+    def state_bytes(self, shape: Sequence[int], dtype: torch.dtype, seat: Seat) -> int:
+        """Bytes that a rank keeps for a parameter from one step to the next.
+
+        Args:
+            shape: of its gradient on the rank.
+            dtype: of that.
+            seat: of the rank.
+        """
+        return 0
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Any:
         """Never called: it makes the settings a value that ``DDPStrategy(ddp_comm_hook=...)`` takes from YAML."""
@@ -63,17 +87,27 @@ class Compressor(ABC):
     Attributes:
         step: steps that were reduced.
         scale: factor in the gradients (loss scale): what is kept from one step to the next is kept without it.
+        norms: a list gets the norms of what is reduced (with the scale in it); None: they are not wanted.
+        can_scatter: whether it has :meth:`scatter_mean`.
     """
+
+    can_scatter = False
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.wire = ranks, Wire(ranks.group)
         self.step = 0
         self.scale = 1.0
+        self.norms: list[Tensor] | None = None
 
     @property
     def traffic(self) -> Traffic:
         """Bytes since it was made."""
         return self.wire.traffic
+
+    @property
+    def levels(self) -> dict[str, Traffic]:
+        """The same, apart for what stays on a host and what leaves it, if those are treated apart."""
+        return {"": self.traffic}
 
     @torch.no_grad()
     def reduce(self, gradients: Mapping[str, Tensor]) -> None:
@@ -82,11 +116,30 @@ class Compressor(ABC):
         Args:
             gradients: by parameter; a part of those of the step (a bucket), each once a step, dense and contiguous.
         """
-        self.traffic.plain += sum(each.numel() * each.element_size() for each in gradients.values())
+        self.wire.traffic.plain += sum(each.numel() * each.element_size() for each in gradients.values())
         self._reduce(gradients)
+        if self.norms is not None:
+            self.norms += [torch.linalg.vector_norm(each.float()) for each in gradients.values()]
 
     @abstractmethod
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None: ...
+
+    @torch.no_grad()
+    def scatter_mean(self, chunks: Tensor, name: str = "") -> Tensor:
+        """The mean over the ranks, of which each rank gets its own part (ZeRO); nothing is kept back. Collective.
+
+        Args:
+            chunks: (ranks, n): row r is this rank's gradients of the part of rank r.
+            name: the same on all ranks, another one for each call of a step: of its random numbers.
+
+        Returns:
+            The mean of this rank's part (n), in the dtype of the gradients.
+        """
+        self.wire.traffic.plain += chunks.numel() * chunks.element_size()
+        return self._scatter_mean(chunks, name)
+
+    def _scatter_mean(self, chunks: Tensor, name: str) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} cannot give each rank a part alone (`can_scatter`).")
 
     def finish_step(self) -> None:
         """Behind the last bucket of a step."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lnn_lightning.parallel.errors import LayoutError
 
-PREFIX = "error."
+_PREFIX = "error."
 
 
 class Errors:
@@ -18,9 +18,13 @@ class Errors:
 
     A parameter that got no gradient in a step (all zeros) sends nothing, and its error waits: where no rank has used
     it, what would arrive is thrown away. What is not finite is not kept: the step is skipped, the error stays.
+
+    Args:
+        prefix: of the names in the state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = _PREFIX) -> None:
+        self._prefix = prefix
         self._kept: dict[str, Tensor] = {}
 
     def of(self, name: str, gradient: Tensor) -> Tensor:
@@ -69,13 +73,13 @@ class Errors:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(self._kept.values()))))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """By ``error.`` and the name."""
-        return {PREFIX + name: error for name, error in self._kept.items()}
+        """By the prefix and the name."""
+        return {self._prefix + name: error for name, error in self._kept.items()}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Takes the errors among a compressor's state."""
         self._kept = {
-            key.removeprefix(PREFIX): value.to(device).clone()
+            key.removeprefix(self._prefix): value.to(device).clone()
             for key, value in state.items()
-            if key.startswith(PREFIX) and isinstance(value, Tensor)
+            if key.startswith(self._prefix) and isinstance(value, Tensor)
         }

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from typing_extensions import override
 
-from lnn_lightning.communication.compression import Compression, Compressor, Ranks
+from lnn_lightning.communication.compression import Compression, Compressor, Ranks, Seat
 from lnn_lightning.communication.errors import Errors
 from lnn_lightning.communication.orthogonalize import METHODS
 from lnn_lightning.parallel.errors import LayoutError
@@ -102,6 +102,15 @@ class PowerSGD(Compression):
     def compresses(self, shape: Sequence[int]) -> bool:
         """Whether the gradient of a parameter travels as two factors."""
         return compression_ratio(shape, self.rank) >= self.min_compression
+
+    @override
+    def state_bytes(self, shape: Sequence[int], dtype: torch.dtype, seat: Seat) -> int:
+        if not self.compresses(shape):
+            return 0
+        size = torch.Size(shape).numel()
+        kept = size if self.error_feedback else 0
+        kept += self.rank * (size // shape[0]) if self.warm_start or not self.resample else 0
+        return kept * torch.promote_types(dtype, torch.float32).itemsize
 
     @override
     def compressor(self, ranks: Ranks) -> Compressor:

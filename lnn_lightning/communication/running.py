@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from lnn_lightning.communication.compression import Compression, Compressor, Ranks
 from lnn_lightning.communication.wire import Traffic
@@ -23,8 +25,21 @@ class Compressors:
     """
 
     def __init__(self, compression: Compression, seed: int = 0, reduce_dtype: torch.dtype | None = None) -> None:
-        self.compression, self.seed, self._reduce_dtype = compression, seed, reduce_dtype
+        self.compression, self._seed, self._reduce_dtype = compression, seed, reduce_dtype
         self.by_place: dict[str, Compressor] = {}
+        self._waiting: dict[str, Mapping[str, Any]] = {}
+
+    @property
+    def seed(self) -> int:
+        """Of random numbers that ranks agree on; to set another one, of a run that is resumed, is collective."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        if seed != self._seed:
+            self._seed = seed
+            for place, old in self.by_place.items():
+                self.by_place[place] = self.compression.compressor(replace(old.ranks, seed=seed))
 
     def over(self, place: str, group: dist.ProcessGroup) -> Compressor:
         """The compressor of a group, the same one each time. Collective over the group when it is made.
@@ -34,7 +49,10 @@ class Compressors:
             group: the ranks.
         """
         if place not in self.by_place:
-            self.by_place[place] = self.compression.compressor(Ranks(group, self.seed, self._reduce_dtype))
+            made = self.compression.compressor(Ranks(group, self._seed, self._reduce_dtype))
+            if place in self._waiting:
+                made.load_state_dict(self._waiting.pop(place))
+            self.by_place[place] = made
         return self.by_place[place]
 
     def hook(self, place: str, group: dist.ProcessGroup, names: Mapping[int, str]) -> BucketHook:
@@ -45,7 +63,8 @@ class Compressors:
             group: the ranks.
             names: of the parameters by identity.
         """
-        return BucketHook(self.over(place, group), names)
+        self.over(place, group)
+        return BucketHook(lambda: self.by_place[place], names)
 
     def scaled(self, scale: float) -> None:
         """Before a step: the factor in its gradients."""
@@ -60,10 +79,12 @@ class Compressors:
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """State by place."""
-        return {place: compressor.state_dict() for place, compressor in self.by_place.items()}
+        made = {place: compressor.state_dict() for place, compressor in self.by_place.items()}
+        return made | {place: dict(values) for place, values in self._waiting.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes over the state of the places that are here."""
+        """Takes over the state; that of a place without a compressor waits until there is one."""
+        self._waiting = {place: values for place, values in state.items() if place not in self.by_place}
         for place, compressor in self.by_place.items():
             if place in state:
                 compressor.load_state_dict(state[place])
@@ -77,19 +98,19 @@ class BucketHook:
     (from callbacks of futures they would not: torch's PowerSGD hook hangs on gloo).
 
     Args:
-        compressor: does the work.
+        compressor: gives what does the work.
         names: of the parameters by identity.
     """
 
-    def __init__(self, compressor: Compressor, names: Mapping[int, str]) -> None:
-        self.compressor, self._names = compressor, dict(names)
+    def __init__(self, compressor: Callable[[], Compressor], names: Mapping[int, str]) -> None:
+        self._compressor, self._names = compressor, dict(names)
         self._stream: torch.Stream | None = None
 
     def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Averages a bucket in its place; the future is of its buffer."""
         buffer = bucket.buffer()
         gradients = {
-            self._names[id(parameter)]: gradient
+            self._names[id(parameter)]: _in_order(gradient, parameter)
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
         }
         if buffer.device.type == "cpu":
@@ -107,6 +128,21 @@ class BucketHook:
         return future
 
     def _reduce(self, bucket: dist.GradBucket, gradients: Mapping[str, Tensor]) -> None:
-        self.compressor.reduce(gradients)
+        compressor = self._compressor()
+        rows = {name: gradient.contiguous() for name, gradient in gradients.items()}
+        compressor.reduce(rows)
+        for name, gradient in gradients.items():
+            if rows[name] is not gradient:
+                gradient.copy_(rows[name])
         if bucket.is_last():
-            self.compressor.finish_step()
+            compressor.finish_step()
+
+
+def _in_order(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient of a bucket with its elements where they belong: DDP's buckets keep the parameter's order in memory.
+
+    ``GradBucket.gradients()`` knows its shape alone, which mixes rows and columns of one in channels_last.
+    """
+    if parameter.is_contiguous() or not is_non_overlapping_and_dense_or_false(parameter):
+        return gradient
+    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())

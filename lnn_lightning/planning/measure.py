@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lnn_lightning.communication import Compressors
 from lnn_lightning.optim.masters import masters_of
 from lnn_lightning.parallel.data.shards import local_of
 from lnn_lightning.parallel.pipeline.engine import PipelineEngine
@@ -94,6 +95,11 @@ def state_bytes(optimizers: list[Optimizer]) -> int:
     for masters in map(masters_of, optimizers):
         leaves += [copy for _, copy in masters.copies] if masters is not None and masters.kept else []
     return storage_bytes(local_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def compression_bytes(compressors: Compressors) -> int:
+    """Bytes of what compressors keep on this rank from one step to the next, each memory once."""
+    return storage_bytes(value for state in compressors.state_dict().values() for value in state.values())
 
 
 class PeakMemory:

@@ -35,6 +35,7 @@ from lnn_lightning.parallel.step.units import Units, find_units
 from lnn_lightning.parallel.tensor.axis import TensorAxis
 from lnn_lightning.parallel.tensor.install import TensorSharding
 from lnn_lightning.planning.activations import KeptBytes, count_kept
+from lnn_lightning.planning.compression import PlannedCompression
 from lnn_lightning.planning.inflight import peak_bytes
 from lnn_lightning.planning.states import Copies, Held, held, optimizer_bytes
 
@@ -52,6 +53,7 @@ class RankMemory:
         gradients: when the optimizer steps.
         optimizer: its state, master weights among it.
         activations: most that is saved for backward at once; None: it could not be counted.
+        compression: what gradient compression keeps: errors not sent yet, factors, momentum.
         buffers: for communication and recomputation: whole parameters of ZeRO's units, buckets, values that cross
             stages, what the largest recomputed unit keeps.
     """
@@ -63,11 +65,13 @@ class RankMemory:
     optimizer: int
     activations: int | None
     buffers: int
+    compression: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.parameters + self.gradients + self.optimizer + (self.activations or 0) + self.buffers
+        kept = self.parameters + self.gradients + self.optimizer + self.compression
+        return kept + (self.activations or 0) + self.buffers
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ def predict(
     zero: ZeroSettings,
     make_extensions: MakeExtensions | None = None,
     copies: Copies = None,
+    compression: PlannedCompression | None = None,
 ) -> Prediction:
     """Predicts the memory of every rank. Needs one process and, but for the module itself, no memory.
 
@@ -113,6 +118,7 @@ def predict(
         make_extensions: makes what is put around the units, from the module, its units, stage -> names of the units in
             it, and whether parameters are gathered unit by unit.
         copies: fp32 copies of half-precision parameters that optimizers work on.
+        compression: of the gradients that data ranks average.
 
     Raises:
         StepError: the step cannot be followed, cut or divided.
@@ -139,6 +145,7 @@ def predict(
             tensors = planned.held(pipeline, kept, sharded, place, experts)
             parameters = {name: each for name, each in tensors.items() if name in planned.parameters}
             learning = [each for each in parameters.values() if each.learns]
+            reduced = [each for name, each in parameters.items() if planned.parameters[name].requires_grad]
             by_id = {id(planned.parameters[name]): each for name, each in parameters.items()}
             dealt = (place, layout.shard_size) if zero.stage > 0 and layout.shard_size > 1 else None
             same = layout.expert_data_size
@@ -157,6 +164,7 @@ def predict(
                     optimizer=state,
                     activations=activations,
                     buffers=crossing + planned.communicated(parameters, sharded, zero),
+                    compression=compression.state_bytes(reduced, pipeline, data) if compression is not None else 0,
                 )
             )
     return Prediction(ranks, planned.microbatches, list(dict.fromkeys(notes)))

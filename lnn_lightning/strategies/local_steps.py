@@ -18,8 +18,8 @@ from lnn_lightning.parallel.errors import LayoutError, StepError
 from lnn_lightning.parallel.layout import DATA
 
 if TYPE_CHECKING:
-    from lnn_lightning.strategies.ptdp import PTDPStrategy
     from lnn_lightning.parallel.pipeline.residence import Residence
+    from lnn_lightning.strategies.ptdp import PTDPStrategy
 
 Parts = Sequence[Sequence[Tensor]]
 

@@ -236,6 +236,7 @@ class PTDPStrategy(CompressionHooks, ExpertHooks, DataHooks):
         if trainer.state.fn == TrainerFn.FITTING and self.engine.loss_form is None:
             self._find_loss_form(batch if batch is not None else self._first_batch(trainer))
         convert_module(module, device=self.root_device)
+        self.setup_compression()
         self.engine.shard(self._zero)
         self.setup_memory(trainer)
         self.setup_experts()
@@ -246,7 +247,6 @@ class PTDPStrategy(CompressionHooks, ExpertHooks, DataHooks):
         divide_averages(trainer, module)
         self.model = module
         if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_compression()
             if isinstance(self._gradient_compression, LocalSGD):
                 set_up_local_steps(self, trainer)
             self.setup_optimizers(trainer)

@@ -9,6 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from examples.gpt import ByteGPT
+from lnn_lightning import Hierarchical
+from lnn_lightning.commands.memory import table
+from lnn_lightning.communication import Cast, PowerSGD
+from tests.communication.test_hierarchical import on_host
 from tests.helpers.ranks import launch_ranks
 from tests.planning.measured import measure, predicted
 
@@ -52,6 +56,31 @@ def test_predicted_is_measured(name: str, run: str) -> None:
             assert getattr(expected, kind) == found[kind], f"{kind} of {expected}, measured {found}"
         assert expected.activations == pytest.approx(found["activations"], rel=0.1), f"{expected}, measured {found}"
         assert found["activations"] > 0
+
+
+COMPRESSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"gradient_compression": PowerSGD(2), "pipeline_parallel_size": 2, "microbatches": 2}, {"precision": "bf16-true"}),
+    ({"gradient_compression": PowerSGD(2), "zero_stage": 2, "data_parallel_size": (2, 2)}, {}),
+    ({"gradient_compression": Hierarchical(Cast(), PowerSGD(2))}, {}),
+]
+
+
+def _on_two_hosts(rank: int, ranks: int) -> list[dict[str, Any]]:
+    with on_host("aabb"[rank]):
+        return measure(rank, ranks, "gpt", COMPRESSED)
+
+
+def test_what_compression_keeps() -> None:
+    """Errors and factors of a rank's parameters, its stage, its shards, or its rows of a host's mean."""
+    measured = launch_ranks(_on_two_hosts, 4)
+    for index, (layout, options) in enumerate(COMPRESSED):
+        nodes = 2 if index == len(COMPRESSED) - 1 else 1
+        prediction = predicted("gpt", 4 // nodes, layout, options | {"num_nodes": nodes})
+        for found in (each[index] for each in measured):
+            place = found["pipeline"], found["data"]
+            expected = next(rank for rank in prediction.ranks if (rank.pipeline, rank.data) == place)
+            assert expected.compression == found["compression"] > 0, f"{expected}, measured {found}"
+        assert "compression" in table(prediction)
 
 
 def test_torchs_tracker_agrees() -> None:

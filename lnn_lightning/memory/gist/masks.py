@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lnn_lightning.memory.gist.bits import from_bits, to_bits
 from lnn_lightning.memory.gist.rebuild import REBUILT
 from lnn_lightning.memory.saved_tensors import Encoded, Packed, Saved, SavedTensors
+from lnn_lightning.parallel.bits import from_bits, to_bits
 
 
 class ReluMask:

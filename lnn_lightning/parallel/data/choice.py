@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lnn_lightning.parallel.data.settings import ZeroSettings
-from lnn_lightning.parallel.data.sharding import Apart, Sharding
+from lnn_lightning.parallel.data.sharding import Sharding
+from lnn_lightning.parallel.data.shards import Apart
 from lnn_lightning.parallel.pipeline.ownership import Ownership
 from lnn_lightning.parallel.step.trace import Trace
 

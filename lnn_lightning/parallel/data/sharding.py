@@ -27,25 +27,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import DTensor
 
 from lnn_lightning.parallel.data.settings import ZeroSettings
+from lnn_lightning.parallel.data.shards import Apart
 from lnn_lightning.parallel.data.unused import Unused
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.reduction import reduction_dtype
 from lnn_lightning.parallel.step.hooks import keep_inside
 from lnn_lightning.parallel.step.standin import is_stand_in, stand_in_for
 from lnn_lightning.parallel.step.trace import Trace
-
-
-@dataclass(frozen=True)
-class Apart:
-    """Parameters of which other ranks hold the same than of the rest: experts that are spread over ranks.
-
-    Attributes:
-        sizes: elements of each by its first name, as all ranks together have it.
-        mesh: ranks that hold the same as this one.
-    """
-
-    sizes: Mapping[str, int]
-    mesh: DeviceMesh
 
 
 @dataclass
@@ -101,7 +89,9 @@ class Sharding:
         apart: Apart | None = None,
     ) -> None:
         self.settings, self.whole = settings, dict(whole)
-        self._ranks, self._apart = ranks, apart
+        self._ranks, self.apart = ranks, apart
+        self.behind_reduction: Callable[[], None] | None = None
+        """Called when the gradients of a step are reduced."""
         self._used: set[int] = set()
         parameters = dict(root.named_parameters())
         ignored = {parameter for name, parameter in parameters.items() if name in whole or is_stand_in(parameter)}
@@ -150,7 +140,7 @@ class Sharding:
 
     def _placement(self, names: Mapping[int, str]) -> Callable[[nn.Parameter], Any] | None:
         """What tells torch over which ranks it is to shard a parameter; None: all over the same."""
-        apart = self._apart
+        apart = self.apart
         if apart is None:
             return None
         other = ShardPlacementResult(placement=None, mesh_info=FSDPMeshInfo(apart.mesh, shard_mesh_dim=0))
@@ -188,7 +178,7 @@ class Sharding:
 
     def _reduce(self, group: Any, reduce: Callable[..., None], *args: Any) -> None:
         """Behind the backward of a unit: notes whose gradients this rank has made before they are reduced."""
-        self._used.update(id(each.sharded_param) for each in group.fsdp_params if _unreduced(each))
+        self._used.update(id(each.sharded_param) for each in group.fsdp_params if unreduced(each))
         reduce(*args)
 
     def prefetch(self, trace: Trace) -> None:
@@ -231,9 +221,12 @@ class Sharding:
         self.link()
 
     def _fsdp_parameters(self) -> list[Any]:
+        return [each for group in self.groups() for each in group.fsdp_params]
+
+    def groups(self) -> list[Any]:
+        """Torch's groups of parameters that are gathered and reduced together."""
         modules = [module for units in self._units.values() for module in units.values()]
-        groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
-        return [each for group in groups for each in group.fsdp_params]
+        return [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the optimizer has in place of a parameter: this rank's piece of a sharded one, others themselves."""
@@ -268,7 +261,7 @@ class Sharding:
         for stage, modules in self._units.items():
             for module in modules.values():
                 for group in module._get_fsdp_state()._fsdp_param_groups:
-                    if sync and any(_unreduced(each) for each in group.fsdp_params):
+                    if sync and any(unreduced(each) for each in group.fsdp_params):
                         # the last backward of the step did not come by
                         group.reduce_grads = group.reshard_after_backward = True
                         group.post_backward()
@@ -278,19 +271,22 @@ class Sharding:
             for module in modules.values():
                 module.reshard()
         if sync:
+            if self.behind_reduction is not None:
+                self.behind_reduction()
             self._drop_unused()
 
     def _drop_unused(self) -> None:
         """What no data rank has used has no gradient, as on one process."""
         learning = [shard for shard in self.shards if shard.parameter.requires_grad]
         for apart in (False, True):
-            group = self._apart.mesh.get_group() if apart and self._apart is not None else self._ranks
-            of_group = [shard.parameter for shard in learning if self._is_apart(shard.name) == apart]
+            group = self.apart.mesh.get_group() if apart and self.apart is not None else self._ranks
+            of_group = [shard.parameter for shard in learning if self.is_apart(shard.name) == apart]
             Unused(of_group, group, [id(parameter) not in self._used for parameter in of_group]).drop()
         self._used.clear()
 
-    def _is_apart(self, name: str) -> bool:
-        return self._apart is not None and name in self._apart.sizes
+    def is_apart(self, name: str) -> bool:
+        """Whether a parameter is sharded over other ranks than the rest."""
+        return self.apart is not None and name in self.apart.sizes
 
     def gathered(self) -> list[Tensor]:
         """Whole parameters that are here at the moment."""
@@ -378,7 +374,8 @@ class _Holder(nn.Module):
             self.add_module(str(index), module)
 
 
-def _unreduced(parameter: Any) -> bool:
+def unreduced(parameter: Any) -> bool:
+    """Whether one of torch's parameters has a gradient of this rank alone."""
     return parameter.unsharded_accumulated_grad is not None or (
         hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None
     )

@@ -7,12 +7,27 @@ less, or nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Parameters of which other ranks hold the same than of the rest: experts that are spread over ranks.
+
+    Attributes:
+        sizes: elements of each by its first name, as all ranks together have it.
+        mesh: ranks that hold the same as this one.
+    """
+
+    sizes: Mapping[str, int]
+    mesh: DeviceMesh
 
 
 def is_sharded(tensor: object) -> bool:

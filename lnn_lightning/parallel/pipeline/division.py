@@ -77,13 +77,13 @@ def divide(
         vetoed |= failed
         for problem in dict.fromkeys(failed.values()):
             names = [name for name, each in failed.items() if each == problem]
-            _warn_once(f"{', '.join(names)}: not divided over the tensor ranks: {problem}.")
+            warn_once(f"{', '.join(names)}: not divided over the tensor ranks: {problem}.")
         new = again(vetoed)
         assert new is not None
         plan = new
     if not plan.units:
         cause = f" The step could not be followed ({trace.tail_error})." if trace.tail_error is not None else ""
-        _warn_once(
+        warn_once(
             f"No layer is divided over the {axis.size} tensor ranks: all of them do the same work.{cause} Use "
             "`tensor_parallel_size=1` and more data or pipeline ranks."
         )
@@ -92,6 +92,7 @@ def divide(
     return sharding
 
 
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Warns on rank 0 alone."""
     if dist.get_rank() == 0:
         warnings.warn(message, stacklevel=4)

@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from lnn_lightning.parallel.data.choice import shard_units
+from lnn_lightning.parallel.data.compressed import compress_shards
 from lnn_lightning.parallel.data.replicate import refuse_renormalised
 from lnn_lightning.parallel.data.settings import ZeroSettings
-from lnn_lightning.parallel.data.sharding import Apart, Sharding
+from lnn_lightning.parallel.data.sharding import Sharding
+from lnn_lightning.parallel.data.shards import Apart
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.exchange import agree
-from lnn_lightning.parallel.layout import DATA, EXPERT_DATA, TENSOR
-from lnn_lightning.parallel.pipeline.division import divide, plan_tensor
+from lnn_lightning.parallel.layout import DATA, EXPERT_DATA, HYBRID, TENSOR
+from lnn_lightning.parallel.pipeline.division import divide, plan_tensor, warn_once
 from lnn_lightning.parallel.pipeline.ownership import find_ownership
 from lnn_lightning.parallel.pipeline.partition import partition
 from lnn_lightning.parallel.pipeline.residence import Residence
@@ -101,10 +103,18 @@ def shard_engine(engine: PipelineEngine, settings: ZeroSettings) -> Sharding:
     if residence.expert is not None and experts is not None:
         sizes = {name: residence.expert.whole_shape(name).numel() for name in residence.expert.names}
         apart = Apart(sizes, experts[EXPERT_DATA])
+    mesh = engine.mesh.sharding
+    over = mesh[HYBRID[1]] if engine.reduction is not None and mesh.ndim > 1 else mesh
     made = shard_units(
         *(engine.root, engine.book.units.names, engine.stages, engine.ownership, engine.first_trace),
-        *(engine.mesh.sharding, settings, engine.mesh.group(DATA), engine.settings.reduce_dtype, apart),
+        *(over, settings, engine.mesh.group(DATA), engine.settings.reduce_dtype, apart),
     )
+    if engine.reduction is not None and (plain := compress_shards(made, mesh, engine.reduction)):
+        warn_once(
+            f"Gradients of experts ({plain[0]!r} and {len(plain) - 1} more) are averaged without compression: "
+            "`zero_stage` 2 and 3 reduce and scatter them over all ranks that hold them, which this "
+            "`gradient_compression` cannot do. With `zero_stage=1` they are compressed too."
+        )
     residence.sharding = made
     engine.book.whole_shapes = made.whole_shapes
     return made

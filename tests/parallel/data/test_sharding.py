@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lnn_lightning import PTDPStrategy
-from lnn_lightning.parallel.data.sharding import _unreduced
+from lnn_lightning.parallel.data.sharding import unreduced
 from lnn_lightning.parallel.data.shards import is_sharded, local_of, span_of
 from lnn_lightning.parallel.errors import LayoutError
 from tests.helpers.ranks import launch_ranks
@@ -35,7 +35,7 @@ class Scales(pl.Callback):
             for unit in modules.values():
                 for group in unit._get_fsdp_state()._fsdp_param_groups:
                     for each in group.fsdp_params:
-                        self.leftover += _unreduced(each)
+                        self.leftover += unreduced(each)
                         self.leftover += sum(out.untyped_storage().size() for out in each.all_gather_outputs)
 
 

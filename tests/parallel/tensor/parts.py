@@ -71,6 +71,10 @@ class Comparison:
         self.rank, self.size = rank, size
         self.found: list[str] = []
         self.count = self.refused = self.skipped = self.asked = 0
+        self.every = 1 if size == 2 else 8
+        """Two ranks try all; more ranks one in so many, for what depends on their number."""
+        self.misspelt = False
+        """Whether the function that was compared last cannot be called so, whatever it is given."""
         self.seen = Seen(RULES)
         sharded.RULES = self.seen
 
@@ -103,12 +107,14 @@ class Comparison:
             Whether the function can be called so on wholes.
         """
         self.asked += 1
-        if self.size > 2 and self.asked % 8:
-            return True  # two ranks try all of them; more ranks some, for what depends on their number
+        self.misspelt = False
+        if self.asked % self.every:
+            return True
         try:
             expected, expected_gradients, _ = self._run(function, inputs, [None] * len(inputs), None)
-        except Exception:  # noqa: BLE001 - no way to call it
+        except Exception as error:  # noqa: BLE001 - no way to call it
             self.skipped += 1
+            self.misspelt = isinstance(error, TypeError)
             return False
         if any(each is NotImplemented for each in expected):  # of an operator with operands that it does not take
             self.skipped += 1

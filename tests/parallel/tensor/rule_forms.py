@@ -71,45 +71,65 @@ def elementwise_forms(function: Any) -> Iterator[tuple[str, int, Callable[..., A
 # ------------------------------------------------------------------ along dimensions
 
 
-def reduction_forms(function: Any) -> Iterator[Form]:
+Cell = tuple[Any, list[Form]]
+
+
+def reduction_forms(function: Any) -> Iterator[Cell]:
+    """For each dimension the ways to say it; last the forms that name none, as one `Ellipsis`."""
     for dim in DIMS:
-        yield f"x, {dim}", lambda x, d=dim: function(x, d)
-        yield f"x, dim={dim}", lambda x, d=dim: function(x, dim=d)
-        yield f"x, {dim}, True", lambda x, d=dim: function(x, d, True)
-        yield f"x, {dim}, False", lambda x, d=dim: function(x, d, False)
-        yield f"x, {dim}, True, True", lambda x, d=dim: function(x, d, True, True)
-        yield f"x, {dim}, keepdim", lambda x, d=dim: function(x, dim=d, keepdim=True)
-        yield f"x, axis={dim}", lambda x, d=dim: function(x, axis=d)
-        yield f"x, axis={dim}, keepdims", lambda x, d=dim: function(x, axis=d, keepdims=True)
-        yield f"x, {dim}, unbiased", lambda x, d=dim: function(x, d, unbiased=False)
-        yield f"x, {dim}, correction", lambda x, d=dim: function(x, dim=d, correction=0)
-        yield f"x, {dim}, dtype", lambda x, d=dim: function(x, d, dtype=torch.float32)
-        yield f"x, 2, {dim}", lambda x, d=dim: function(x, 2, d)
-        yield f"x, 2, {dim}, True", lambda x, d=dim: function(x, 2, d, True)
-        yield f"x, 2.0, dim={dim}, keepdim", lambda x, d=dim: function(x, 2.0, dim=d, keepdim=True)
-        yield f"input=x, dim={dim}", lambda x, d=dim: function(input=x, dim=d)
-    yield "x", lambda x: function(x)
-    yield "x, True", lambda x: function(x, True)
-    yield "x, unbiased=False", lambda x: function(x, unbiased=False)
-    yield "x, dtype", lambda x: function(x, dtype=torch.float32)
-    yield "x, y", lambda x: function(x, x * x)
-    yield "x, other=y", lambda x: function(x, other=x * x)
-    yield "x bool", lambda x: function(x > 0.5)
-    yield "x bool, -1", lambda x: function(x > 0.5, -1)
-    yield "x int, 1", lambda x: function((x > 0.5).long(), 1)
+        yield (
+            dim,
+            [
+                ("x, dim", lambda x, d=dim: function(x, d)),
+                ("x, dim=", lambda x, d=dim: function(x, dim=d)),
+                ("x, dim, True", lambda x, d=dim: function(x, d, True)),
+                ("x, dim, False", lambda x, d=dim: function(x, d, False)),
+                ("x, dim, True, True", lambda x, d=dim: function(x, d, True, True)),
+                ("x, dim, keepdim", lambda x, d=dim: function(x, dim=d, keepdim=True)),
+                ("x, axis=", lambda x, d=dim: function(x, axis=d)),
+                ("x, axis=, keepdims", lambda x, d=dim: function(x, axis=d, keepdims=True)),
+                ("x, dim, unbiased", lambda x, d=dim: function(x, d, unbiased=False)),
+                ("x, dim, correction", lambda x, d=dim: function(x, dim=d, correction=0)),
+                ("x, dim, dtype", lambda x, d=dim: function(x, d, dtype=torch.float32)),
+                ("x, 2, dim", lambda x, d=dim: function(x, 2, d)),
+                ("x, 2, dim, True", lambda x, d=dim: function(x, 2, d, True)),
+                ("x, 2.0, dim=, keepdim", lambda x, d=dim: function(x, 2.0, dim=d, keepdim=True)),
+                ("input=x, dim=", lambda x, d=dim: function(input=x, dim=d)),
+            ],
+        )
+    yield (
+        ...,
+        [
+            ("x", lambda x: function(x)),
+            ("x, True", lambda x: function(x, True)),
+            ("x, unbiased=False", lambda x: function(x, unbiased=False)),
+            ("x, dtype", lambda x: function(x, dtype=torch.float32)),
+            ("x, y", lambda x: function(x, x * x)),
+            ("x, other=y", lambda x: function(x, other=x * x)),
+            ("x bool", lambda x: function(x > 0.5)),
+            ("x bool, -1", lambda x: function(x > 0.5, -1)),
+            ("x int, 1", lambda x: function((x > 0.5).long(), 1)),
+        ],
+    )
 
 
-def along_forms(function: Any) -> Iterator[Form]:
+def along_forms(function: Any) -> Iterator[Cell]:
+    """As `reduction_forms`."""
     f = keeping(function)
     for dim in DIMS:
-        yield f"x, {dim}", lambda x, d=dim: f(x, d)
-        yield f"x, dim={dim}", lambda x, d=dim: f(x, dim=d)
-        yield f"x, 1, {dim}", lambda x, d=dim: f(x, 1, d)
-        yield f"x, 2, dim={dim}", lambda x, d=dim: f(x, 2, dim=d)
-        yield f"x, {dim}, dtype", lambda x, d=dim: f(x, d, dtype=torch.float32)
-        yield f"x, {dim}, float32", lambda x, d=dim: f(x, d, torch.float32)
-        yield f"input=x, dim={dim}", lambda x, d=dim: function(input=x, dim=d)
-    yield "x", lambda x: f(x)
+        yield (
+            dim,
+            [
+                ("x, dim", lambda x, d=dim: f(x, d)),
+                ("x, dim=", lambda x, d=dim: f(x, dim=d)),
+                ("x, 1, dim", lambda x, d=dim: f(x, 1, d)),
+                ("x, 2, dim=", lambda x, d=dim: f(x, 2, dim=d)),
+                ("x, dim, dtype", lambda x, d=dim: f(x, d, dtype=torch.float32)),
+                ("x, dim, float32", lambda x, d=dim: f(x, d, torch.float32)),
+                ("input=x, dim=", lambda x, d=dim: function(input=x, dim=d)),
+            ],
+        )
+    yield ..., [("x", lambda x: f(x))]
 
 
 # ------------------------------------------------------------------ shapes

@@ -57,6 +57,8 @@ def compare_elementwise(compare: Comparison) -> None:
                 x, y = values(shape, 0, dtype), values(shape, 1, dtype)
                 name = f"{name_of(function)}({form}) {dtype}"
                 if not compare.check(name, call, [x, y][:count], [spec, spec][:count]):
+                    if compare.misspelt and form != "x":  # `~` says that of a dtype
+                        break
                     continue
                 if count == 2:
                     compare.check(f"{name}, y whole", call, [x, y], [spec, None])
@@ -146,20 +148,39 @@ def _changed(x: Tensor, y: Tensor) -> Any:
 
 
 def compare_mixed(compare: Comparison) -> None:
-    for pair, inputs, specs in mixed_pairs():
-        for form, call in MIXED:
+    """Wholes as activations with each pair, and in turn as parameters inside and outside of units."""
+    for number, (pair, inputs, specs) in enumerate(mixed_pairs()):
+        for turn, (form, call) in enumerate(MIXED, start=number):
             compare.check(f"{form} {pair}", call, inputs, specs)
-            compare.check(f"{form} {pair}, parameters", call, inputs, specs, parameters=True)
-            compare.check(f"{form} {pair}, outside", call, inputs, specs, parameters=True, inside=False)
+            if turn % 2:
+                compare.check(f"{form} {pair}, parameters", call, inputs, specs, parameters=True)
+            if not turn % 2:
+                compare.check(f"{form} {pair}, outside", call, inputs, specs, parameters=True, inside=False)
 
 
 def compare_dimensions(compare: Comparison) -> None:
+    """Each function along each dimension of each kind of part, in two of the ways to say so: each way in its turn."""
+    compare.every = 1
     reducing = rules_named("sum", "reduced", "over_vocabulary", "pairs")
-    for kind, (shape, spec) in KINDS.items():
-        for functions, forms in ((reducing, reduction_forms), (rules_named("along", "softmax"), along_forms)):
-            for function in functions:
-                for form, call in forms(function):
-                    compare.check(f"{name_of(function)}({form}) {kind}", call, [values(shape)], [spec])
+    along = rules_named("along", "softmax")
+    functions = [*((each, reduction_forms) for each in reducing), *((each, along_forms) for each in along)]
+    for nth, (function, forms) in enumerate(functions):
+        unfit: set[Any] = set()
+        for number, (kind, (shape, spec)) in enumerate(KINDS.items()):
+            for place, (dim, ways) in enumerate(forms(function)):
+                if compare.size > 2 and (nth + number + place) % 2:
+                    continue
+                turn = (number + place) % len(ways)
+                left = len(ways) if dim is ... else 2 if compare.size == 2 else 1
+                for way, call in ways[turn:] + ways[:turn]:
+                    if left == 0:
+                        break
+                    if (way, type(dim)) in unfit:
+                        continue
+                    if compare.check(f"{name_of(function)}({way}) {dim} {kind}", call, [values(shape)], [spec]):
+                        left -= 1
+                    elif compare.misspelt:
+                        unfit.add((way, type(dim)))
 
 
 def compare_shapes(compare: Comparison) -> None:
