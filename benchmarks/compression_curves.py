@@ -22,7 +22,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lnn_lightning import PTDPStrategy
-from lnn_lightning.communication import Cast, Compression, LocalSGD, PowerSGD
+from lnn_lightning.communication import Cast, Compression, LocalSGD, OneBit, PowerSGD, Quantized, TopK
 from tests.helpers.ranks import launch_ranks
 
 STEPS, EVERY = 600, 50
@@ -33,6 +33,10 @@ CONTESTANTS: dict[str, Compression | None] = {
     "PowerSGD, rank 4": PowerSGD(rank=4),
     "PowerSGD, rank 16, bf16 factors": PowerSGD(rank=16, start_step=50, factors="bf16"),
     "PowerSGD, rank 32, bf16 factors": PowerSGD(rank=32, factors="bf16"),
+    "TopK, 1%": TopK(density=0.01),
+    "OneBit": OneBit(start_step=50),
+    "Quantized, 8 bits": Quantized(bits=8),
+    "Quantized, 4 bits": Quantized(bits=4),
     "Cast, bf16": Cast("bf16"),
     "LocalSGD, every 8": LocalSGD(every=8, start_step=50),
 }
