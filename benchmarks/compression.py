@@ -1,7 +1,7 @@
 """What compressing gradients gains on a slow link, and what it costs on a fast one.
 
-    python -m benchmarks.compression            # all tables, less than ten minutes on two cores; needs root, ip and tc
-    python -m benchmarks.compression --quick    # about three minutes
+    python -m benchmarks.compression            # all tables, about eight minutes on two cores; needs root, ip, tc
+    python -m benchmarks.compression --quick    # about half of that
     python -m benchmarks.compression --only loopback --rounds 9    # needs no root
     python -m benchmarks.compression --only link --contestants none "PowerSGD, rank 4" --profile    # where time goes
 
@@ -42,7 +42,18 @@ from torch.utils.data import DataLoader
 
 from examples.gpt import ByteGPT
 from lnn_lightning import PTDPStrategy
-from lnn_lightning.communication import Cast, Compression, Compressors, LocalSGD, PowerSGD, attach
+from lnn_lightning.communication import (
+    Cast,
+    Compression,
+    Compressors,
+    LocalSGD,
+    OneBit,
+    PowerSGD,
+    Quantized,
+    SignSGD,
+    TopK,
+    attach,
+)
 from lnn_lightning.communication.local import LocalSteps
 from tests.helpers.hosts import Host, finish, start, two_hosts
 from tests.helpers.ranks import free_port, torchrun_environment
@@ -93,8 +104,15 @@ CONTESTANTS: dict[str, Contestant] = {
     "PowerSGD, rank 16, bf16 factors": Contestant(PowerSGD(rank=16, factors="bf16")),
     "PowerSGD, rank 32, bf16 factors": Contestant(PowerSGD(rank=32, factors="bf16")),
     "PowerSGD, rank 96, bf16 factors": Contestant(PowerSGD(rank=96, factors="bf16")),
+    "TopK, 1%": Contestant(TopK(density=0.01)),
+    "TopK, 0.1%": Contestant(TopK(density=0.001)),
+    "OneBit": Contestant(OneBit()),
+    "SignSGD": Contestant(SignSGD()),
+    "Quantized, 8 bits": Contestant(Quantized(bits=8)),
+    "Quantized, 4 bits": Contestant(Quantized(bits=4)),
     "Cast, bf16": Contestant(Cast("bf16")),
     "Cast, fp16": Contestant(Cast("fp16")),
+    "Cast, fp8": Contestant(Cast("fp8")),
     "LocalSGD, every 8": Contestant(LocalSGD(every=8), steps=8),
 }
 

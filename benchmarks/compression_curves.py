@@ -22,7 +22,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lnn_lightning import PTDPStrategy
-from lnn_lightning.communication import Cast, Compression, LocalSGD, PowerSGD
+from lnn_lightning.communication import Cast, Compression, LocalSGD, OneBit, PowerSGD, Quantized, TopK
 from tests.helpers.ranks import launch_ranks
 
 STEPS, EVERY = 600, 50
@@ -33,6 +33,10 @@ CONTESTANTS: dict[str, Compression | None] = {
     "PowerSGD, rank 4": PowerSGD(rank=4),
     "PowerSGD, rank 16, bf16 factors": PowerSGD(rank=16, start_step=50, factors="bf16"),
     "PowerSGD, rank 32, bf16 factors": PowerSGD(rank=32, factors="bf16"),
+    "TopK, 1%": TopK(density=0.01),
+    "OneBit": OneBit(start_step=50),
+    "Quantized, 8 bits": Quantized(bits=8),
+    "Quantized, 4 bits": Quantized(bits=4),
     "Cast, bf16": Cast("bf16"),
     "LocalSGD, every 8": LocalSGD(every=8, start_step=50),
 }
@@ -159,11 +163,12 @@ def draw(folder: Path, times: dict[str, float], picture: Path) -> None:
     for (name, curve), label in zip(curves.items(), labels, strict=True):
         style = {"color": "black" if name == NONE else colours[name], "linewidth": 2.2 if name == NONE else 1.4}
         by_step.plot(curve["steps"], curve["losses"], **style)
-        seconds = [step * times[name] for step in curve["steps"]]
+        begin = getattr(CONTESTANTS[name], "start_step", 0)
+        seconds = [min(step, begin) * times[NONE] + max(step - begin, 0) * times[name] for step in curve["steps"]]
         by_time.plot(seconds, curve["losses"], **style)
         by_time.plot(seconds[-1], curve["losses"][-1], "o", color=style["color"], markersize=4)
         by_step.annotate(
-            name,
+            name.removesuffix(" factors"),
             (curve["steps"][-1], curve["losses"][-1]),
             (STEPS * 1.06, label),
             arrowprops={"arrowstyle": "-", "color": style["color"], "linewidth": 0.5, "shrinkA": 0, "relpos": (0, 0.5)},
@@ -181,7 +186,7 @@ def draw(folder: Path, times: dict[str, float], picture: Path) -> None:
         axes.grid(alpha=0.25)
     by_step.set_xlim(0, STEPS)
     by_time.set_xlim(left=0)
-    figure.subplots_adjust(left=0.06, right=0.985, top=0.92, bottom=0.12, wspace=0.42)
+    figure.subplots_adjust(left=0.06, right=0.985, top=0.92, bottom=0.12, wspace=0.55)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110, metadata={"Date": None} if picture.suffix == ".svg" else None)
 
