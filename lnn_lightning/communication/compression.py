@@ -70,6 +70,10 @@ class Compression(ABC):
         """
         return 0
 
+    def advice(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """What to tell a user whose optimizer does not go well with it; None: nothing."""
+        return None
+
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Any:
         """Never called: it makes the settings a value that ``DDPStrategy(ddp_comm_hook=...)`` takes from YAML."""
         raise RuntimeError(

@@ -23,7 +23,8 @@ class Quantized(Compression):
 
     Args:
         bits: of a number: 8 or 4.
-        block: numbers of a parameter that share a scale (in the precision of the gradients); even.
+        block: numbers of a parameter that share a scale (in the precision of the gradients); even. Parameters with
+            fewer are averaged as they are.
         stochastic: round up or down by chance, so that the mean over many steps is that of the gradients.
 
     Raises:

@@ -25,8 +25,9 @@ class TopK(Compression):
 
     Algorithm 4 of the paper. With a momentum m, a rank keeps a velocity u = m u + g and adds it to what waits,
     v = v + u; the largest of v are sent, and both u and v are zero where they were (momentum factor masking). The
-    optimizer must then have no momentum of its own (``SGD(momentum=0)``). Without, v = v + g: top-k with error
-    feedback, for any optimizer. What arrives is the mean over the ranks of what each has sent.
+    optimizer must then have no momentum of its own (``SGD(momentum=0)``); so what is averaged exactly arrives with the
+    momentum, too. Without, v = v + g: top-k with error feedback, for any optimizer. What arrives is the mean over the
+    ranks of what each has sent.
 
     The paper clips a rank's gradient by its norm over all layers, scaled by 1/sqrt(ranks). Gradients arrive here in
     buckets, so ``clip`` is for each parameter by itself.
@@ -74,10 +75,19 @@ class TopK(Compression):
         return math.prod(shape) >= max(self.min_size, 1)
 
     @override
+    def advice(self, optimizer: torch.optim.Optimizer) -> str | None:
+        groups = optimizer.param_groups
+        if not self.momentum or not any(group.get("momentum") or "betas" in group for group in groups):
+            return None
+        return (
+            f"`TopK(momentum={self.momentum})` sends velocities, and {type(optimizer).__name__} has momentum too: "
+            "it would act twice. Use SGD without momentum, or TopK without."
+        )
+
+    @override
     def state_bytes(self, shape: Sequence[int], dtype: torch.dtype, seat: Seat) -> int:
-        if not self.compresses(shape):
-            return 0
-        return (2 if self.momentum else 1) * math.prod(shape) * torch.promote_types(dtype, torch.float32).itemsize
+        kept = (1 if self.momentum else 0) + (1 if self.compresses(shape) else 0)
+        return kept * math.prod(shape) * torch.promote_types(dtype, torch.float32).itemsize
 
     @override
     def compressor(self, ranks: Ranks) -> Compressor:
@@ -92,17 +102,28 @@ class _Largest(Compressor):
     @override
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None:
         settings, step = self._settings, self.step - self._settings.start_step
-        whole: list[Tensor] = []
+        whole: dict[str, Tensor] = {}
         by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
         for name, gradient in gradients.items():
             if step < 0 or not settings.compresses(gradient.shape):
-                whole.append(gradient)
+                whole[name] = gradient
             else:
                 dtype = torch.promote_types(gradient.dtype, torch.float32)
                 by_dtype.setdefault(dtype, {})[name] = gradient
-        self.average(whole)
+        self.average(list(whole.values()))
+        if settings.momentum:
+            for name, mean in whole.items():
+                self._move(name, mean)
         for members in by_dtype.values():
             self._compress(members, settings.density_at(step))
+
+    def _move(self, name: str, mean: Tensor) -> None:
+        """Puts the velocity in the place of a mean, from which it follows; the same on all ranks."""
+        kept = self._velocities.of(name, mean)
+        velocity = torch.add(mean.to(kept.dtype) / self.scale, kept, alpha=self._settings.momentum)
+        used = mean.any()
+        mean.copy_(torch.where(used, velocity * self.scale, 0))
+        kept.copy_(torch.where(used & velocity.isfinite().all(), velocity, kept))
 
     def _compress(self, gradients: Mapping[str, Tensor], density: float) -> None:
         """Two collectives: the values and the places of a bucket."""

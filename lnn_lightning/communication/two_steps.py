@@ -23,6 +23,8 @@ _OWN, _MEAN = 0, 1
 class CodedMean(Compressor):
     """Averages blocks of coded numbers. Each parameter has blocks of its own, so results do not depend on buckets.
 
+    A parameter that does not fill one block would get larger, and is averaged as it is.
+
     Args:
         ranks: over whom.
         code: of the numbers.
@@ -38,8 +40,12 @@ class CodedMean(Compressor):
 
     @override
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None:
+        small = {name: each for name, each in gradients.items() if each.numel() < self._block}
+        self.average(list(small.values()))
         by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
         for name, gradient in gradients.items():
+            if name in small:
+                continue
             by_dtype.setdefault(torch.promote_types(gradient.dtype, torch.float32), {})[name] = gradient
         for dtype, members in by_dtype.items():
             self._average(members, dtype)

@@ -57,15 +57,17 @@ class Wire:
     def exchange(self, tensor: Tensor) -> Tensor:
         """Row r of a tensor (ranks, ...) goes to rank r; row r of the result came from it."""
         self._count(tensor, (self.size - 1) / self.size)
+        tensor = tensor.contiguous()
         received = torch.empty_like(tensor)
-        dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
+        dist.all_to_all_single(received, tensor, group=self.group)
         return received
 
     def scatter_sum(self, tensor: Tensor) -> Tensor:
         """Adds up a tensor (ranks, ...) over the ranks; this rank gets its row."""
         self._count(tensor, (self.size - 1) / self.size)
+        tensor = tensor.contiguous()
         own = torch.empty_like(tensor[0])
-        dist.reduce_scatter_single(own.view(-1), tensor.contiguous().view(-1), group=self.group)
+        dist.reduce_scatter_single(own.view(-1), tensor.view(-1), group=self.group)
         return own
 
     def _count(self, tensor: Tensor, share: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lnn_lightning.communication import Compression, Compressors, attach
@@ -98,6 +99,13 @@ def _refuse(strategy: DDPStrategy, compression: Compression, trainer: pl.Trainer
         )
 
 
+def advise(compression: Compression, optimizers: Sequence[Optimizer]) -> None:
+    """Warns where an optimizer does not go well with a compression."""
+    for optimizer in optimizers:
+        if (advice := compression.advice(optimizer)) is not None:
+            rank_zero_warn(advice)
+
+
 def loss_scaler(plugin: Any) -> Any:
     """The loss scaler of a precision plugin that scales; None: it does not."""
     scaler = getattr(plugin, "scaler", None)
@@ -123,6 +131,7 @@ class CarriedCompression(Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         compression = self.compressors.compression
+        advise(compression, trainer.optimizers)
         if not compression.remembers:
             return
         name = type(compression).__name__

@@ -42,6 +42,7 @@ from lnn_lightning.precision import MeshAgreement, mesh_precision, reduce_dtype_
 from lnn_lightning.strategies.averaging import divide_averages, upcycle_averages
 from lnn_lightning.strategies.compression import CompressionHooks
 from lnn_lightning.strategies.data import DataHooks
+from lnn_lightning.strategies.ddp_hooks import advise
 from lnn_lightning.strategies.effects import set_metric_group
 from lnn_lightning.strategies.experts import ExpertHooks
 from lnn_lightning.strategies.initial_weights import read_initial_weights
@@ -250,6 +251,8 @@ class PTDPStrategy(CompressionHooks, ExpertHooks, DataHooks):
             if isinstance(self._gradient_compression, LocalSGD):
                 set_up_local_steps(self, trainer)
             self.setup_optimizers(trainer)
+            if self._compressors is not None:
+                advise(self._compressors.compression, self.optimizers)
             self.engine.setup_training()
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:

@@ -218,7 +218,7 @@ def test_pipeline_with_a_shared_table() -> None:
 def _saves(rank: int, world_size: int, folder: str) -> list[Any]:
     results = []
     for name, strategy in (("ddp", in_ddp), ("ptdp", lambda **s: in_ptdp({"microbatches": 1}, **s))):
-        saving = ModelCheckpoint(f"{folder}/{name}", filename="{epoch}", save_top_k=-1)
+        saving = ModelCheckpoint(f"{folder}/{name}", filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
         through = Model("adamw")
         options: dict[str, Any] = {
             **{"count": 7, "max_epochs": 2},
@@ -227,7 +227,7 @@ def _saves(rank: int, world_size: int, folder: str) -> list[Any]:
         saves: dict[str, Any] = {"callbacks": [saving], "enable_checkpointing": True}
         trainer, seen = fit(rank, world_size, strategy(every=5, start_step=3), through, **saves, **options)
         final = _state(trainer, through)
-        again = Model("adamw")
+        again = Model("adamw").double()  # Lightning loads before it converts
         path = f"{folder}/{name}/epoch=0.ckpt"
         trainer, _ = fit(rank, world_size, strategy(every=5, start_step=3), again, ckpt_path=path, **options)
         results.append((final, seen.in_validation, _state(trainer, again)))

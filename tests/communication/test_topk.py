@@ -13,11 +13,11 @@ from tests.communication.given import SHAPES, Plan, Simulation, check, gradient,
 from tests.helpers.ranks import run_ranks
 
 PLAIN = TopK(density=0.05, min_size=30)
-DEEP = TopK(density=0.02, momentum=0.9, warmup_steps=6, clip=3.0, start_step=2, min_size=0)
+DEEP = TopK(density=0.02, momentum=0.9, warmup_steps=6, clip=3.0, start_step=2, min_size=30)
 
 
 def algorithm(settings: TopK, ranks: int) -> Simulation:
-    """Algorithm 4 of Lin et al., for every rank in turn."""
+    """Algorithm 4 of Lin et al., for every rank in turn; plain momentum where gradients are averaged exactly."""
     velocity = {
         (name, rank): torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items() for rank in range(ranks)
     }
@@ -27,7 +27,10 @@ def algorithm(settings: TopK, ranks: int) -> Simulation:
         result = {}
         for name, gradients in own.items():
             if number < settings.start_step or gradients[0].numel() < settings.min_size:
-                result[name] = sum(gradients) / ranks
+                mean = sum(gradients).double() / ranks  # type: ignore[union-attr]
+                for rank in range(ranks):
+                    velocity[name, rank] = settings.momentum * velocity[name, rank] + mean
+                result[name] = velocity[name, 0]
                 continue
             density = settings.density
             if number - settings.start_step < settings.warmup_steps:
@@ -67,6 +70,8 @@ PLANS = [
     Plan(PLAIN, steps=6, spoilt=(2, 1, "matrix")),
     Plan(DEEP, steps=10, dtype=torch.float32),
     Plan(PLAIN, steps=6, unused=(3, "conv")),
+    Plan(DEEP, steps=8, spoilt=(3, 1, "vector")),
+    Plan(DEEP, steps=8, unused=(4, "vector")),
 ]
 
 
@@ -114,6 +119,24 @@ def test_what_no_rank_has_used_waits() -> None:
         torch.testing.assert_close(arrived, {name: expected[name] for name in arrived}, rtol=1e-9, atol=1e-12)
 
 
+def test_momentum_of_what_is_averaged_exactly_waits_too() -> None:
+    """A skipped step and one without the parameter: its velocity stays as it was."""
+    results = run_ranks(send, 2, PLANS[8:10])
+    for index, lost in ((0, 3), (1, 4)):
+        velocity = torch.zeros(SHAPES["vector"], dtype=torch.float64)
+        for step in range(8):
+            for rank in range(2):
+                arrived = results[rank][index].arrived[step].get("vector")
+                if step == lost:
+                    assert arrived is None or not arrived.any() if index else not arrived.isfinite().all()
+                    continue
+                mean = sum(gradient(step, r, "vector", torch.float64) for r in range(2)) / 2
+                expected = 0.9 * velocity + mean
+                torch.testing.assert_close(arrived, expected, rtol=1e-9, atol=1e-12)
+            if step != lost:
+                velocity = expected
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -133,3 +156,11 @@ def test_density_comes_down() -> None:
     settings = replace(TopK(density=0.001), warmup_steps=5)
     densities = [settings.density_at(step) for step in range(6)]
     assert densities == [0.25, 0.0625, 0.25**3, 0.25**4, 0.001, 0.001]
+
+
+def test_two_momentums_are_told() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    with_own = torch.optim.SGD([parameter], 0.1, momentum=0.9), torch.optim.Adam([parameter])
+    assert all("twice" in (TopK(momentum=0.9).advice(each) or "") for each in with_own)
+    assert TopK(momentum=0.9).advice(torch.optim.SGD([parameter], 0.1)) is None
+    assert TopK().advice(with_own[0]) is None
