@@ -26,6 +26,7 @@ class Errors:
     def __init__(self, prefix: str = _PREFIX) -> None:
         self._prefix = prefix
         self._kept: dict[str, Tensor] = {}
+        self._used: dict[str, Tensor] = {}  # of this step: whether there is a gradient
 
     def of(self, name: str, gradient: Tensor) -> Tensor:
         """What is kept for a parameter, on the device of its gradient; zeros at first.
@@ -49,7 +50,7 @@ class Errors:
     def wanted(self, name: str, gradient: Tensor, scale: float) -> Tensor:
         """What should be sent: the gradient and what is left from earlier steps; a new tensor."""
         error = self.of(name, gradient)
-        used = gradient.any().to(error.dtype)
+        used = self._used[name] = gradient.any()
         return torch.add(gradient.to(error.dtype), error * used, alpha=scale)
 
     def keep(self, name: str, wanted: Tensor, sent: Tensor, arrived: Tensor, scale: float) -> None:
@@ -63,14 +64,16 @@ class Errors:
             scale: as in :meth:`wanted`.
         """
         error = self._kept[name]
-        good = arrived.isfinite().all() & wanted.any()
+        good = arrived.isfinite().all() & self._used.pop(name)
         error.copy_(torch.where(good, (wanted - sent) / scale, error))
 
     def norm(self) -> Tensor | None:
         """Of all errors (0 dimensions)."""
         if not self._kept:
             return None
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(self._kept.values()))))
+        norms = torch._foreach_norm(list(self._kept.values()))
+        # those of a checkpoint stay in host memory while their parameter does not learn
+        return torch.linalg.vector_norm(torch.stack([each.to(norms[-1].device) for each in norms]))
 
     def state_dict(self) -> dict[str, Tensor]:
         """By the prefix and the name."""

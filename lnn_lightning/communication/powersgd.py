@@ -90,6 +90,9 @@ class PowerSGD(Compression):
             value = getattr(self, name)
             if not value >= low:
                 raise LayoutError(f"PowerSGD's `{name}` must be at least {low}, got {value!r}.")
+        for name in ("rank", "start_step"):
+            if not isinstance(getattr(self, name), int):
+                raise LayoutError(f"PowerSGD's `{name}` must be a whole number, got {getattr(self, name)!r}.")
         if self.orthogonalization not in METHODS:
             raise LayoutError(
                 f"PowerSGD's `orthogonalization` must be one of {', '.join(METHODS)}, got {self.orthogonalization!r}."
