@@ -78,7 +78,7 @@ class Eight(Code):
 
     @override
     def pack(self, scaled: Tensor, noise: Tensor | None) -> Tensor:
-        return scaled.float().to(torch.float8_e4m3fn).view(torch.uint8)
+        return scaled.float().clamp(-self.largest, self.largest).to(torch.float8_e4m3fn).view(torch.uint8)
 
     @override
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:

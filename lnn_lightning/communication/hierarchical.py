@@ -15,6 +15,7 @@ from typing_extensions import override
 from lnn_lightning.communication.compression import Compression, Compressor, Ranks, Seat
 from lnn_lightning.communication.local import LocalSGD
 from lnn_lightning.communication.rows import Rows
+from lnn_lightning.communication.two_steps import CodedMean
 from lnn_lightning.communication.wire import Traffic
 from lnn_lightning.parallel.errors import LayoutError
 from lnn_lightning.parallel.hosts import Host, hosts_in_words, hosts_of
@@ -38,8 +39,8 @@ class Hierarchical(Compression):
     ``outer``.
 
     Args:
-        inner: how the ranks of a host average their gradients: a reduce-scatter where that can be compressed (Cast,
-            Quantized), otherwise an all-reduce; None: exactly.
+        inner: how the ranks of a host average their gradients: a reduce-scatter in half precision (Cast), otherwise an
+            all-reduce; None: exactly.
         outer: how hosts average theirs; None: exactly.
 
     Raises:
@@ -223,7 +224,7 @@ class _OverHosts(Compressor):
 
     def _mean_in_host(self, inner: Compressor, gradients: Mapping[str, Tensor]) -> Tensor:
         """This rank's line of the host's mean of gradients of one dtype."""
-        if inner.can_scatter:
+        if inner.can_scatter and not isinstance(inner, CodedMean):  # whose blocks would depend on the bucket
             return inner.scatter_mean(self._rows.pack(gradients), next(iter(gradients)))
         inner.reduce(gradients)
         return self._rows.pack(gradients)[self._rows.rank].clone()
