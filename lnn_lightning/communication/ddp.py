@@ -25,9 +25,9 @@ def attach(model: DistributedDataParallel, compression: Compression, seed: int =
         What does it, with its state, scale and traffic.
 
     Raises:
-        LayoutError: a module has sparse gradients.
+        LayoutError: a module has sparse or complex gradients.
     """
-    refuse_sparse(model.module, compression)
+    refuse_gradients(model.module, compression)
     compressors = Compressors(compression, seed)
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
     group = model.process_group if model.process_group is not None else dist.group.WORLD
@@ -37,12 +37,19 @@ def attach(model: DistributedDataParallel, compression: Compression, seed: int =
     return compressors
 
 
-def refuse_sparse(root: nn.Module, compression: Compression) -> None:
-    """Hooks get dense gradients.
+def refuse_gradients(root: nn.Module, compression: Compression) -> None:
+    """Hooks get dense gradients of real numbers.
 
     Raises:
-        LayoutError: a module has sparse ones.
+        LayoutError: a module has sparse or complex ones.
     """
+    for name, parameter in root.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise LayoutError(
+                f"{name!r} is complex: {type(compression).__name__} compresses gradients of real numbers alone. Keep "
+                "it as real numbers (`torch.view_as_real`) and use `torch.view_as_complex` in forward, or leave the "
+                "compression out."
+            )
     for name, module in root.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise LayoutError(

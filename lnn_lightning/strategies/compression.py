@@ -19,7 +19,7 @@ from lnn_lightning.checkpoint.distributed import read_pieces
 from lnn_lightning.checkpoint.pieces import Pieces, whole_tensor
 from lnn_lightning.checkpoint.states import OURS
 from lnn_lightning.communication import Compression, Compressors
-from lnn_lightning.communication.ddp import refuse_sparse
+from lnn_lightning.communication.ddp import refuse_gradients
 from lnn_lightning.parallel.data.shards import local_of
 from lnn_lightning.parallel.layout import DATA
 from lnn_lightning.strategies.running import StepHooks
@@ -50,7 +50,7 @@ class CompressionHooks(StepHooks):
                 "Gradients that are added up over tensor and pipeline ranks are not compressed."
             )
             return
-        refuse_sparse(engine.root, settings)
+        refuse_gradients(engine.root, settings)
         self._compressors = Compressors(settings, engine.seed, engine.settings.reduce_dtype)
         engine.reduction = self._compressors
 
