@@ -25,7 +25,7 @@ def attach(model: DistributedDataParallel, compression: Compression, seed: int =
         What does it, with its state, scale and traffic.
 
     Raises:
-        LayoutError: a module has gradients that are sparse or complex.
+        LayoutError: a module has sparse or complex gradients.
     """
     refuse_gradients(model.module, compression)
     compressors = Compressors(compression, seed)
@@ -41,13 +41,14 @@ def refuse_gradients(root: nn.Module, compression: Compression) -> None:
     """Hooks get dense gradients of real numbers.
 
     Raises:
-        LayoutError: a module has others.
+        LayoutError: a module has sparse or complex ones.
     """
     for name, parameter in root.named_parameters():
         if parameter.is_complex() and parameter.requires_grad:
             raise LayoutError(
-                f"The parameter {name!r} is complex: {type(compression).__name__} compresses gradients of real numbers "
-                "alone. Keep it as a real tensor (`torch.view_as_real`), or leave the compression out."
+                f"{name!r} is complex: {type(compression).__name__} compresses gradients of real numbers alone. Keep "
+                "it as real numbers (`torch.view_as_real`) and use `torch.view_as_complex` in forward, or leave the "
+                "compression out."
             )
     for name, module in root.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lnn_lightning.communication.compression import Compression, Compressor, Ranks, Seat
 from lnn_lightning.communication.errors import Errors
+from lnn_lightning.communication.settings import is_number
 from lnn_lightning.parallel.bits import from_bits, to_bits
 from lnn_lightning.parallel.errors import LayoutError
 
@@ -39,8 +40,8 @@ class OneBit(Compression):
     start_step: int = 0
 
     def __post_init__(self) -> None:
-        if not self.start_step >= 0:
-            raise LayoutError(f"OneBit's `start_step` must be at least 0, got {self.start_step!r}.")
+        if not is_number(self.start_step, whole=True) or self.start_step < 0:
+            raise LayoutError(f"OneBit's `start_step` must be a whole number of at least 0, got {self.start_step!r}.")
 
     @override
     def state_bytes(self, shape: Sequence[int], dtype: torch.dtype, seat: Seat) -> int:

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lnn_lightning.communication.compression import Compression, Compressor, Ranks, Seat
 from lnn_lightning.communication.errors import Errors
 from lnn_lightning.communication.orthogonalize import METHODS
+from lnn_lightning.communication.settings import is_number
 from lnn_lightning.parallel.errors import LayoutError
 from lnn_lightning.parallel.step.randomness import seed_of
 
@@ -88,11 +89,10 @@ class PowerSGD(Compression):
     def __post_init__(self) -> None:
         for name, low in (("rank", 1), ("start_step", 0), ("min_compression", 1), ("epsilon", 0)):
             value = getattr(self, name)
-            if not value >= low:
-                raise LayoutError(f"PowerSGD's `{name}` must be at least {low}, got {value!r}.")
-        for name in ("rank", "start_step"):
-            if not isinstance(getattr(self, name), int):
-                raise LayoutError(f"PowerSGD's `{name}` must be a whole number, got {getattr(self, name)!r}.")
+            whole = name in ("rank", "start_step")
+            if not is_number(value, whole) or not value >= low:
+                number = "whole number" if whole else "number"
+                raise LayoutError(f"PowerSGD's `{name}` must be a {number} of at least {low}, got {value!r}.")
         if self.orthogonalization not in METHODS:
             raise LayoutError(
                 f"PowerSGD's `orthogonalization` must be one of {', '.join(METHODS)}, got {self.orthogonalization!r}."

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lnn_lightning.communication.compression import Compression, Compressor, Ranks, Seat
 from lnn_lightning.communication.errors import Errors
+from lnn_lightning.communication.settings import is_number
 from lnn_lightning.parallel.errors import LayoutError
 
 _VELOCITY = "velocity."
@@ -53,14 +54,15 @@ class TopK(Compression):
     min_size: int = 1024
 
     def __post_init__(self) -> None:
-        if not 0 < self.density <= 1:
+        if not is_number(self.density) or not 0 < self.density <= 1:
             raise LayoutError(f"TopK's `density` must be above 0 and at most 1, got {self.density!r}.")
-        if not 0 <= self.momentum < 1:
+        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise LayoutError(f"TopK's `momentum` must be at least 0 and below 1, got {self.momentum!r}.")
         for name in ("warmup_steps", "start_step", "min_size"):
-            if not getattr(self, name) >= 0:
-                raise LayoutError(f"TopK's `{name}` must be at least 0, got {getattr(self, name)!r}.")
-        if self.clip is not None and not self.clip > 0:
+            value = getattr(self, name)
+            if not is_number(value, whole=True) or value < 0:
+                raise LayoutError(f"TopK's `{name}` must be a whole number of at least 0, got {value!r}.")
+        if self.clip is not None and not (is_number(self.clip) and self.clip > 0):
             raise LayoutError(f"TopK's `clip` must be None or above 0, got {self.clip!r}.")
 
     def density_at(self, step: int) -> float:

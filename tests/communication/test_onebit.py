@@ -88,5 +88,6 @@ def test_algorithms(ranks: int) -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(LayoutError, match="start_step"):
-        OneBit(start_step=-1)
+    for wrong in (-1, 0.5, "1"):
+        with pytest.raises(LayoutError, match="start_step"):
+            OneBit(start_step=wrong)  # type: ignore[arg-type]

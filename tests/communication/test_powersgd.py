@@ -198,14 +198,8 @@ def test_ratio() -> None:
     for width, rank, saved in ((1920, 512, 83.3), (2688, 640, 85.1), (3968, 896, 85.9)):  # DALL-E, table 1
         assert round(100 * (1 - 1 / compression_ratio((width, 4 * width), rank, 32, 16)), 1) == saved
     assert not PowerSGD(8, min_compression=1).compresses((8, 1000)) and not PowerSGD(1).compresses((1000,))
-    for wrong in (
-        {"rank": 0},
-        {"rank": 2.5},
-        {"min_compression": 0.5},
-        {"start_step": -1},
-        {"factors": "fp8"},
-        {"epsilon": -1.0},
-    ):
+    low = ({"rank": 0}, {"min_compression": 0.5}, {"start_step": -1}, {"factors": "fp8"}, {"epsilon": -1.0})
+    for wrong in (*low, {"rank": "4"}, {"rank": 2.5}, {"rank": True}, {"start_step": 0.5}, {"min_compression": "2"}):
         with pytest.raises(LayoutError, match=f"`{next(iter(wrong))}`"):
             PowerSGD(**wrong)  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match="householder"):

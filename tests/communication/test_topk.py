@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -145,11 +146,15 @@ def test_momentum_of_what_is_averaged_exactly_waits_too() -> None:
         ({"momentum": 1.0}, "momentum"),
         ({"warmup_steps": -1}, "warmup_steps"),
         ({"clip": 0.0}, "clip"),
+        ({"density": "0.1"}, "density"),
+        ({"momentum": "0.9"}, "momentum"),
+        ({"warmup_steps": 1.5}, "warmup_steps"),
+        ({"clip": "1"}, "clip"),
     ],
 )
-def test_refused(settings: dict[str, float], named: str) -> None:
+def test_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(LayoutError, match=named):
-        TopK(**settings)  # type: ignore[arg-type]
+        TopK(**settings)
 
 
 def test_density_comes_down() -> None:

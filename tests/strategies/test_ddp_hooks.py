@@ -329,6 +329,14 @@ class Sparse(Model):
         self.table = nn.Embedding(4, 4, sparse=True)
 
 
+class Complex(Model):
+    """Ranks would silently come to hold different values of the complex parameter under a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(4, dtype=torch.cfloat))
+
+
 class Searches(Model):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters())
@@ -343,6 +351,7 @@ REFUSED: list[tuple[type[Model], dict[str, Any], str]] = [
     (Model, {"ddp_comm_state": 1}, "does not go with `ddp_comm_state`"),
     (Model, {"model_averaging_period": 2}, "does not go with `model_averaging_period`"),
     (Sparse, {}, "'table' is an embedding with `sparse=True`: Coarse"),
+    (Complex, {}, "'phase' is complex: Coarse"),
     (Rivals, {}, "Manual optimization with 2 optimizers"),
     (Searches, {}, "LBFGS runs several backwards"),
 ]
