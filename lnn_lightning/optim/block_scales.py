@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lnn_lightning.parallel.data.shards import leaves_of
 from lnn_lightning.parallel.errors import StepError
 from lnn_lightning.parallel.step.extension import Body, StepExtension, UnitRun
 from lnn_lightning.parallel.step.graph import nodes_behind
@@ -100,12 +101,12 @@ class BlockScales(StepExtension):
         name = run.call.group
         if name not in self.scales or not self._active or not torch.is_grad_enabled():
             return body(*args, **kwargs)
-        for parameter in run.unit.parameters():
+        args, kwargs = tree_map(partial(_through, _Leave, self, name, run.call.in_place), (args, kwargs))
+        out = body(*args, **kwargs)
+        for parameter in leaves_of(run.unit):  # which are whole now, if data ranks hold pieces
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
                 parameter.register_hook(partial(self._of_parameter, name))
-        args, kwargs = tree_map(partial(_through, _Leave, self, name, run.call.in_place), (args, kwargs))
-        out = body(*args, **kwargs)
         if run.call.unit not in self._looked_at:
             self._looked_at.add(run.call.unit)
             _refuse_left_behind(run.call.unit, run.unit)
@@ -231,7 +232,7 @@ def _refuse_other_inputs(name: str, block: nn.Module, arguments: Any, out: Any) 
         StepError: they flow through something else too, which the block has from elsewhere.
     """
     inputs = {tensor.grad_fn for tensor in tree_tensors(arguments)}
-    own = {id(parameter) for parameter in block.parameters()}
+    own = {id(parameter) for parameter in leaves_of(block)}
     for node in nodes_behind(tree_tensors(out), inputs):
         variable = getattr(node, "variable", None)
         another = issubclass(getattr(node, "_forward_cls", object), _Leave)

@@ -31,13 +31,11 @@ def scale_blocks(engine: PipelineEngine, plugin: Any, device: torch.device) -> N
             "past its scale, and would weigh too little. Leave `gradient_scales` out, or set `aux_loss=0` and "
             "`z_loss=0` (the gate 'bias' balances without a loss)."
         )
-    way_out = None
-    if engine.sharding is not None:
-        way_out = "`zero_stage` 0 or 1: gradients of sharded parameters are made by torch's `fully_shard`"
-    elif engine.placement.kind.splits_backward:
-        way_out = "the schedule 1f1b or interleaved: a backward in two halves has no end of a block"
-    if way_out is not None:
-        raise StepError(f"`gradient_scales` of blocks need {way_out}. Or leave `gradient_scales` out.")
+    if engine.placement.kind.splits_backward:
+        raise StepError(
+            "`gradient_scales` of blocks need the schedule 1f1b or interleaved: a backward in two halves has no end of "
+            "a block. Or leave `gradient_scales` out."
+        )
     trace = engine.first_trace
     elsewhere = {*trace.tail_parameters, *trace.everywhere}.union(*(call.glue_parameters for call in trace.calls))
     blocks = scaled_blocks(engine.root, engine.book.units.names, elsewhere)

@@ -15,6 +15,7 @@ from lnn_lightning import ExpertParallel, PowerSGD, PTDPStrategy
 from lnn_lightning.checkpoint import tensor_names
 from lnn_lightning.checkpoint.export import export
 from lnn_lightning.communication import Compression
+from lnn_lightning.optim.block_scales import BlockScaling
 from lnn_lightning.parallel.layout import DATA, PIPELINE, TENSOR
 from lnn_lightning.parallel.step.standin import is_stand_in
 from lnn_lightning.precision import MeshGradScaler, MeshMixedPrecision
@@ -401,6 +402,32 @@ def test_errors_are_kept_without_the_loss_scale() -> None:
                 if isinstance(value, Tensor):
                     torch.testing.assert_close(second[name], value, rtol=1e-3, atol=1e-5)
                     assert value.dtype == torch.float32
+
+
+def _as_dalle(rank: int, world_size: int) -> list[tuple[dict[str, Tensor], set[str]]]:
+    """Without and with a gradient scale for each block."""
+    found = []
+    for scales in (None, BlockScaling(init_scale=16.0)):
+        scaler = MeshGradScaler("cpu", init_scale=2.0**10)
+        plugin = MeshMixedPrecision("16-mixed", "cpu", scaler=scaler, gradient_scales=scales)
+        way = PowerSGD(rank=2, min_compression=1.0, factors="fp16", warm_start=False, resample=False, epsilon=1e-6)
+        layout = {**HYBRID, "zero_stage": 2, "gradient_compression": way}
+        trainer = trainer_for(world_size, layout, precision=None, plugins=[plugin])
+        trainer.fit(model(Model), loader())
+        kept = {name for name in _state(trainer)["data_replicate"] if name.startswith("error.blocks")}
+        found.append((full_state(trainer), kept))
+    return found
+
+
+@pytest.mark.slow
+def test_dalles_form() -> None:
+    """Shards of a host averaged over hosts by 16-bit factors, fp16, and a gradient scale a block: the scales cancel."""
+    (without, kept), (with_scales, same) = launch_ranks(_as_dalle, 4)[0]
+    start = model(Model).state_dict()
+    assert kept == same and kept
+    for name, value in without.items():
+        moved = float((value - start[name]).abs().max())
+        assert float((with_scales[name] - value).abs().max()) <= 0.02 * moved and moved > 0, name
 
 
 def _half(rank: int, world_size: int) -> tuple[set[torch.dtype], list[float]]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
@@ -33,6 +34,17 @@ class Apart:
 def is_sharded(tensor: object) -> bool:
     """Whether data ranks hold different pieces of this parameter."""
     return isinstance(tensor, DTensor)
+
+
+def leaves_of(module: nn.Module) -> list[Tensor]:
+    """What gradients of a module's parameters are made for: whole ones in place of pieces, once they were gathered."""
+    inside = set(module.modules())
+    leaves: list[Tensor] = [parameter for parameter in module.parameters() if not is_sharded(parameter)]
+    for each in (each for each in inside if isinstance(each, FSDPModule)):
+        for group in each._get_fsdp_state()._fsdp_param_groups:
+            own = [parameter for parameter in group.fsdp_params if parameter._module_info.module in inside]
+            leaves += [parameter._unsharded_param for parameter in own if hasattr(parameter, "_unsharded_param")]
+    return [*{id(leaf): leaf for leaf in leaves}.values()]
 
 
 def local_of(tensor: Tensor) -> Tensor:
