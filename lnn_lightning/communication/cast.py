@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lnn_lightning.communication.blocks import Eight
 from lnn_lightning.communication.compression import Compression, Compressor, Ranks
+from lnn_lightning.communication.grouping import put_back
 from lnn_lightning.communication.two_steps import CodedMean
 from lnn_lightning.parallel.errors import LayoutError
 
@@ -60,9 +61,7 @@ class _Caster(Compressor):
     @override
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None:
         flat = torch.cat([each.reshape(-1).div(self.wire.size).to(self._dtype) for each in gradients.values()])
-        parts = self.wire.sum(flat).split([each.numel() for each in gradients.values()])
-        for gradient, part in zip(gradients.values(), parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        put_back(self.wire.sum(flat), gradients.values())
 
     @override
     def _scatter_mean(self, chunks: Tensor, name: str) -> Tensor:

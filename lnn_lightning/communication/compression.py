@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lnn_lightning.communication.errors import Errors
+from lnn_lightning.communication.grouping import put_back
 from lnn_lightning.communication.wire import Traffic, Wire
 from lnn_lightning.parallel.hosts import Host
 from lnn_lightning.parallel.reduction import reduction_dtype
@@ -91,6 +93,7 @@ class Compressor(ABC):
     Attributes:
         step: steps that were reduced.
         scale: factor in the gradients (loss scale): what is kept from one step to the next is kept without it.
+        errors: what is not sent yet, for those that keep it.
         norms: a list gets the norms of what is reduced (with the scale in it); None: they are not wanted.
         can_scatter: whether it has :meth:`scatter_mean`.
     """
@@ -101,6 +104,7 @@ class Compressor(ABC):
         self.ranks, self.wire = ranks, Wire(ranks.group)
         self.step = 0
         self.scale = 1.0
+        self.errors = Errors()
         self.norms: list[Tensor] | None = None
 
     @property
@@ -156,18 +160,17 @@ class Compressor(ABC):
             by_dtype.setdefault(reduction_dtype(tensor.dtype, self.ranks.reduce_dtype), []).append(tensor)
         for dtype, members in by_dtype.items():
             flat = torch.cat([member.reshape(-1).to(dtype) for member in members]).div_(self.wire.size)
-            parts = self.wire.sum(flat).split([member.numel() for member in members])
-            for member, part in zip(members, parts, strict=True):
-                member.copy_(part.view_as(member))
+            put_back(self.wire.sum(flat), members)
 
     def error_norm(self) -> Tensor | None:
         """Norm of what this rank has not sent yet (0 dimensions); None: nothing is kept back."""
-        return None
+        return self.errors.norm()
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values, flat; keys of what belongs to a parameter end with its name."""
-        return {"step": self.step}
+        return {"step": self.step} | self.errors.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what :meth:`state_dict` of the same place gave."""
         self.step = int(state["step"])
+        self.errors.load_state_dict(state)

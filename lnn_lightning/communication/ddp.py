@@ -9,8 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lnn_lightning.communication.compression import Compression
 from lnn_lightning.communication.running import Compressors
 from lnn_lightning.parallel.errors import LayoutError
-
-DATA = "data_parallel"
+from lnn_lightning.parallel.layout import DATA
 
 
 def attach(model: DistributedDataParallel, compression: Compression, seed: int = 0) -> Compressors:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lnn_lightning.communication.grouping import working_dtype
 from lnn_lightning.parallel.errors import LayoutError
 
 _PREFIX = "error."
@@ -36,7 +37,7 @@ class Errors:
         """
         error = self._kept.get(name)
         if error is None:
-            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            dtype = working_dtype(gradient.dtype)
             error = self._kept[name] = torch.zeros(gradient.shape, dtype=dtype, device=gradient.device)
         elif error.shape != gradient.shape:
             raise LayoutError(
@@ -79,10 +80,10 @@ class Errors:
         """By the prefix and the name."""
         return {self._prefix + name: error for name, error in self._kept.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Takes the errors among a compressor's state."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the errors among a compressor's state; each moves to its gradient when that comes (:meth:`of`)."""
         self._kept = {
-            key.removeprefix(self._prefix): value.to(device).clone()
+            key.removeprefix(self._prefix): value.to("cpu", copy=True)
             for key, value in state.items()
             if key.startswith(self._prefix) and isinstance(value, Tensor)
         }

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lnn_lightning.communication.compression import Compression, Compressor, Ranks
+from lnn_lightning.communication.settings import is_number
 from lnn_lightning.parallel.errors import LayoutError
 
 _FLAT = 2**24
@@ -42,7 +43,7 @@ class LocalSGD(Compression):
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("start_step", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not is_number(value, whole=True) or value < least:
                 raise LayoutError(f"LocalSGD's `{name}` must be a whole number of at least {least}, got {value!r}.")
 
     @override

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lnn_lightning.communication.compression import Compression, Compressor, Ranks, Seat
-from lnn_lightning.communication.errors import Errors
+from lnn_lightning.communication.grouping import by_dtype, put_back, working_dtype
 from lnn_lightning.communication.settings import is_number
 from lnn_lightning.parallel.bits import from_bits, to_bits
 from lnn_lightning.parallel.errors import LayoutError
@@ -45,8 +45,7 @@ class OneBit(Compression):
 
     @override
     def state_bytes(self, shape: Sequence[int], dtype: torch.dtype, seat: Seat) -> int:
-        size = torch.promote_types(dtype, torch.float32).itemsize
-        return math.prod(shape) * size if self.error_feedback else 0
+        return math.prod(shape) * working_dtype(dtype).itemsize if self.error_feedback else 0
 
     @override
     def compressor(self, ranks: Ranks) -> Compressor:
@@ -56,17 +55,14 @@ class OneBit(Compression):
 class _Signs(Compressor):
     def __init__(self, ranks: Ranks, settings: OneBit) -> None:
         super().__init__(ranks)
-        self._settings, self._errors = settings, Errors()
+        self._settings = settings
 
     @override
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None:
         if self.step < self._settings.start_step:
             self.average(list(gradients.values()))
             return
-        by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
-        for name, gradient in gradients.items():
-            by_dtype.setdefault(torch.promote_types(gradient.dtype, torch.float32), {})[name] = gradient
-        for dtype, members in by_dtype.items():
+        for dtype, members in by_dtype(gradients).items():
             self._compress(members, dtype)
 
     def _compress(self, gradients: Mapping[str, Tensor], dtype: torch.dtype) -> None:
@@ -83,26 +79,13 @@ class _Signs(Compressor):
                 total.view(-1).add_(torch.where(positive, scale, -scale))
         for name, want, scale, result in zip(gradients, wanted, own, arrived, strict=True):
             if self._settings.error_feedback:
-                self._errors.keep(name, want, torch.where(want >= 0, scale, -scale), result, self.scale)
+                self.errors.keep(name, want, torch.where(want >= 0, scale, -scale), result, self.scale)
             gradients[name].copy_(result)
 
     def _wanted(self, name: str, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         if not self._settings.error_feedback:
             return gradient.to(dtype).contiguous()
-        return self._errors.wanted(name, gradient, self.scale).contiguous()
-
-    @override
-    def error_norm(self) -> Tensor | None:
-        return self._errors.norm()
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | self._errors.state_dict()
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._errors.load_state_dict(state, torch.device("cpu"))
+        return self.errors.wanted(name, gradient, self.scale).contiguous()
 
 
 @dataclass(frozen=True)
@@ -140,6 +123,4 @@ class _Votes(Compressor):
         all_bits = self.wire.gather(to_bits(outcome.view(-1)))
         up, down = from_bits(all_bits.view(-1), votes.numel()).bool().view(self.wire.size, 2, share).unbind(1)
         signs = (up.to(flat.dtype) - down.to(flat.dtype)).masked_fill_(up & down, torch.nan).view(-1)[: len(flat)]
-        parts = signs.mul_(self.scale).split([each.numel() for each in gradients.values()])
-        for gradient, part in zip(gradients.values(), parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        put_back(signs.mul_(self.scale), gradients.values())

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from typing_extensions import override
 
 from lnn_lightning.communication.compression import Compression, Compressor, Ranks, Seat
-from lnn_lightning.communication.errors import Errors
+from lnn_lightning.communication.grouping import working_dtype
 from lnn_lightning.communication.orthogonalize import METHODS
 from lnn_lightning.communication.settings import is_number
 from lnn_lightning.parallel.errors import LayoutError
@@ -113,7 +113,7 @@ class PowerSGD(Compression):
         size = torch.Size(shape).numel()
         kept = size if self.error_feedback else 0
         kept += self.rank * (size // shape[0]) if self.warm_start or not self.resample else 0
-        return kept * torch.promote_types(dtype, torch.float32).itemsize
+        return kept * working_dtype(dtype).itemsize
 
     @override
     def compressor(self, ranks: Ranks) -> Compressor:
@@ -142,7 +142,7 @@ class _Stack:
 class _PowerIteration(Compressor):
     def __init__(self, ranks: Ranks, settings: PowerSGD) -> None:
         super().__init__(ranks)
-        self._settings, self._errors = settings, Errors()
+        self._settings = settings
         self._orthonormal = METHODS[settings.orthogonalization]
         self._q: dict[str, Tensor] = {}
 
@@ -155,7 +155,7 @@ class _PowerIteration(Compressor):
                 whole.append(gradient)
                 continue
             shape = gradient.shape[0], gradient.numel() // gradient.shape[0]
-            by_shape = by_dtype.setdefault(torch.promote_types(gradient.dtype, torch.float32), {})
+            by_shape = by_dtype.setdefault(working_dtype(gradient.dtype), {})
             by_shape.setdefault(shape, {})[name] = gradient
         self.average(whole)
         for dtype, by_shape in by_dtype.items():
@@ -184,7 +184,7 @@ class _PowerIteration(Compressor):
         if self._settings.error_feedback:
             used = (torch.stack(torch._foreach_norm(list(gradients.values()))) != 0).to(dtype)
             for slot, factor, (name, gradient) in zip(wanted, used * self.scale, gradients.items(), strict=True):
-                error = self._errors.of(name, gradient)
+                error = self.errors.of(name, gradient)
                 torch.addcmul(gradient.to(dtype), error, factor, out=slot.view(gradient.shape))
         else:
             for slot, gradient in zip(wanted, gradients.values(), strict=True):
@@ -238,7 +238,7 @@ class _PowerIteration(Compressor):
         left.nan_to_num_(0.0, 0.0, 0.0)
         weights = good * stack.used
         for new, weight, (name, gradient) in zip(left, weights.view(-1), stack.gradients.items(), strict=True):
-            error = self._errors.of(name, gradient)
+            error = self.errors.of(name, gradient)
             error.lerp_(new.view_as(error), weight)  # one or the other: faster than torch.where
 
     def _decompress(self, stack: _Stack, p: Tensor, q: Tensor, good: Tensor) -> None:
@@ -256,19 +256,14 @@ class _PowerIteration(Compressor):
                 self._q[name].copy_(each)
 
     @override
-    def error_norm(self) -> Tensor | None:
-        return self._errors.norm()
-
-    @override
     def state_dict(self) -> dict[str, Any]:
         qs = {_PREFIX + name: q for name, q in self._q.items()}
-        return super().state_dict() | qs | self._errors.state_dict()
+        return super().state_dict() | qs
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._q = {key.removeprefix(_PREFIX): q.clone() for key, q in state.items() if key.startswith(_PREFIX)}
-        self._errors.load_state_dict(state, torch.device("cpu"))
 
 
 def _finite(matrices: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lnn_lightning.communication.compression import Compression, Compressor, Ranks, Seat
 from lnn_lightning.communication.errors import Errors
+from lnn_lightning.communication.grouping import by_dtype, working_dtype
 from lnn_lightning.communication.settings import is_number
 from lnn_lightning.parallel.errors import LayoutError
 
@@ -89,7 +90,7 @@ class TopK(Compression):
     @override
     def state_bytes(self, shape: Sequence[int], dtype: torch.dtype, seat: Seat) -> int:
         kept = (1 if self.momentum else 0) + (1 if self.compresses(shape) else 0)
-        return kept * math.prod(shape) * torch.promote_types(dtype, torch.float32).itemsize
+        return kept * math.prod(shape) * working_dtype(dtype).itemsize
 
     @override
     def compressor(self, ranks: Ranks) -> Compressor:
@@ -99,24 +100,18 @@ class TopK(Compression):
 class _Largest(Compressor):
     def __init__(self, ranks: Ranks, settings: TopK) -> None:
         super().__init__(ranks)
-        self._settings, self._waiting, self._velocities = settings, Errors(), Errors(_VELOCITY)
+        self._settings, self._velocities = settings, Errors(_VELOCITY)
 
     @override
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None:
         settings, step = self._settings, self.step - self._settings.start_step
-        whole: dict[str, Tensor] = {}
-        by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
-        for name, gradient in gradients.items():
-            if step < 0 or not settings.compresses(gradient.shape):
-                whole[name] = gradient
-            else:
-                dtype = torch.promote_types(gradient.dtype, torch.float32)
-                by_dtype.setdefault(dtype, {})[name] = gradient
+        sparse = {name: each for name, each in gradients.items() if step >= 0 and settings.compresses(each.shape)}
+        whole = {name: each for name, each in gradients.items() if name not in sparse}
         self.average(list(whole.values()))
         if settings.momentum:
             for name, mean in whole.items():
                 self._move(name, mean)
-        for members in by_dtype.values():
+        for members in by_dtype(sparse).values():
             self._compress(members, settings.density_at(step))
 
     def _move(self, name: str, mean: Tensor) -> None:
@@ -154,7 +149,7 @@ class _Largest(Compressor):
 
     def _add(self, name: str, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Velocity, what waits, and whether this rank has a gradient at all; without the scale."""
-        waiting = self._waiting.of(name, gradient)
+        waiting = self.errors.of(name, gradient)
         own = gradient.to(waiting.dtype) / self.scale
         if self._settings.clip is not None:
             norm = torch.linalg.vector_norm(own)
@@ -177,25 +172,20 @@ class _Largest(Compressor):
         finite: Tensor,
     ) -> None:
         good = finite & used
-        for new, kept in ((velocity, self._velocities), (waiting, self._waiting)):
+        for new, kept in ((velocity, self._velocities), (waiting, self.errors)):
             if new is not None:
                 new.view(-1)[sent] = 0
                 old = kept.of(name, gradient)
                 old.copy_(torch.where(good, new, old))
 
     @override
-    def error_norm(self) -> Tensor | None:
-        return self._waiting.norm()
-
-    @override
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | self._waiting.state_dict() | self._velocities.state_dict()
+        return super().state_dict() | self._velocities.state_dict()
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        for kept in (self._waiting, self._velocities):
-            kept.load_state_dict(state, torch.device("cpu"))
+        self._velocities.load_state_dict(state)
 
 
 def _places(values: Tensor, density: float) -> Tensor:

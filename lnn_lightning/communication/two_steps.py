@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lnn_lightning.communication.blocks import Code
 from lnn_lightning.communication.compression import Compressor, Ranks
+from lnn_lightning.communication.grouping import by_dtype, working_dtype
 from lnn_lightning.parallel.step.randomness import seed_of
 
 _OWN, _MEAN = 0, 1
@@ -40,14 +41,9 @@ class CodedMean(Compressor):
 
     @override
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None:
-        small = {name: each for name, each in gradients.items() if each.numel() < self._block}
-        self.average(list(small.values()))
-        by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
-        for name, gradient in gradients.items():
-            if name in small:
-                continue
-            by_dtype.setdefault(torch.promote_types(gradient.dtype, torch.float32), {})[name] = gradient
-        for dtype, members in by_dtype.items():
+        self.average([each for each in gradients.values() if each.numel() < self._block])
+        coded = {name: each for name, each in gradients.items() if each.numel() >= self._block}
+        for dtype, members in by_dtype(coded).items():
             self._average(members, dtype)
 
     def _average(self, gradients: Mapping[str, Tensor], dtype: torch.dtype) -> None:
@@ -76,7 +72,7 @@ class CodedMean(Compressor):
 
     @override
     def _scatter_mean(self, chunks: Tensor, name: str) -> Tensor:
-        dtype = torch.promote_types(chunks.dtype, torch.float32)
+        dtype = working_dtype(chunks.dtype)
         blocks = torch.cat([self._in_blocks(chunk.to(dtype)) for chunk in chunks])
         noise = self._noise({name: len(blocks)}, 0, blocks, _OWN, self.wire.rank)
         return self._mean(blocks, noise).view(-1)[: chunks.shape[1]].to(chunks.dtype)

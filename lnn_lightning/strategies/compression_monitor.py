@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lnn_lightning.communication import Compressors
 from lnn_lightning.communication.report import Bytes, Report
+from lnn_lightning.communication.settings import is_number
 from lnn_lightning.parallel.errors import LayoutError, StepError
 from lnn_lightning.strategies.compression import CompressionHooks
 from lnn_lightning.strategies.ddp_hooks import CarriedCompression
@@ -54,7 +55,7 @@ class CompressionMonitor(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
-        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
+        if not is_number(every_n_steps, whole=True) or every_n_steps < 1:
             raise LayoutError(f"`every_n_steps` must be a whole number of at least 1, got {every_n_steps!r}.")
         self.every_n_steps = every_n_steps
         self._report: Report | None = None

@@ -3,7 +3,6 @@
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from typing_extensions import override
 
 from lnn_lightning.communication import Compression, Compressor
 from lnn_lightning.communication.compression import Ranks
-from lnn_lightning.communication.errors import Errors
 from lnn_lightning.parallel.step.randomness import seed_of
 
 CALLS: list[tuple[str, ...]] = []
@@ -32,7 +30,7 @@ class Masked(Compression):
 class _Masking(Compressor):
     def __init__(self, ranks: Ranks, density: float) -> None:
         super().__init__(ranks)
-        self._density, self.errors = density, Errors()
+        self._density = density
 
     @override
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None:
@@ -49,19 +47,6 @@ class _Masking(Compressor):
         seed = seed_of(self.ranks.seed, zlib.crc32(name.encode()), self.step, self.wire.rank)
         drawn = torch.rand(value.shape, generator=torch.Generator().manual_seed(seed))
         return (drawn < self._density) | ~value.isfinite()
-
-    @override
-    def error_norm(self) -> Tensor | None:
-        return self.errors.norm()
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), **self.errors.state_dict()}
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.errors.load_state_dict(state, torch.device("cpu"))
 
 
 @dataclass(frozen=True)

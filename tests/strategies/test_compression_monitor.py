@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lnn_lightning import CompressionMonitor, Hierarchical, PTDPStrategy
 from lnn_lightning.communication import Cast, Compression, Compressor
 from lnn_lightning.communication.compression import Ranks
-from lnn_lightning.communication.errors import Errors
 from lnn_lightning.parallel.errors import LayoutError, StepError
 from tests.communication.test_hierarchical import APART, on_host
 from tests.helpers.ranks import launch_ranks
@@ -50,20 +49,13 @@ class Halves(Compression):
 
 
 class _Halves(Compressor):
-    def __init__(self, ranks: Ranks) -> None:
-        super().__init__(ranks)
-        self._errors = Errors()
-
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None:
         for name, gradient in gradients.items():
-            wanted = self._errors.wanted(name, gradient, self.scale)
+            wanted = self.errors.wanted(name, gradient, self.scale)
             mean = (wanted / 2).to(gradient.dtype)
             self.average([mean])
-            self._errors.keep(name, wanted, wanted / 2, mean, self.scale)
+            self.errors.keep(name, wanted, wanted / 2, mean, self.scale)
             gradient.copy_(mean)
-
-    def error_norm(self) -> Tensor | None:
-        return self._errors.norm()
 
 
 class Kept(DummyLogger):

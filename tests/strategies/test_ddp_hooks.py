@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from lnn_lightning import Cast, PowerSGD
 from lnn_lightning.communication import Compression, Compressor, Compressors
 from lnn_lightning.communication.compression import Ranks
-from lnn_lightning.communication.errors import Errors
 from lnn_lightning.parallel.errors import ParallelError
 from lnn_lightning.strategies.ddp_hooks import KEY, CarriedCompression
 from tests.helpers.ranks import launch_ranks
@@ -39,7 +38,6 @@ class Coarse(Compression):
 class _Coarse(Compressor):
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)
-        self.errors = Errors()
         self.calls: list[list[str]] = []
 
     def _reduce(self, gradients: Mapping[str, Tensor]) -> None:
@@ -49,16 +47,6 @@ class _Coarse(Compressor):
             sent = wanted.to(COARSE).to(wanted.dtype)
             gradient.copy_(self.wire.sum(sent.clone()) / self.wire.size)
             self.errors.keep(name, wanted, sent, gradient, self.scale)
-
-    def error_norm(self) -> Tensor | None:
-        return self.errors.norm()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), **self.errors.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.errors.load_state_dict(state, torch.device("cpu"))
 
 
 class Model(pl.LightningModule):
