@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lnn_lightning.checkpoint import tensor_names
 from lnn_lightning.checkpoint.distributed import read_pieces
 from lnn_lightning.checkpoint.pieces import Pieces, whole_tensor
 from lnn_lightning.checkpoint.states import OURS
-from lnn_lightning.communication import Compression, Compressors
+from lnn_lightning.communication import Compression, Compressors, LocalSGD
 from lnn_lightning.communication.ddp import refuse_gradients
 from lnn_lightning.parallel.data.shards import local_of
 from lnn_lightning.parallel.layout import DATA
+from lnn_lightning.strategies.local_steps import set_up_local_steps
 from lnn_lightning.strategies.running import StepHooks
 
 _PART = "compression."
 _MADE_FOR = "made_for"
+
+
+def advise(compression: Compression, optimizers: Sequence[Optimizer]) -> None:
+    """Warns where an optimizer does not go well with a compression."""
+    for optimizer in optimizers:
+        if (advice := compression.advice(optimizer)) is not None:
+            rank_zero_warn(advice)
 
 
 class CompressionHooks(StepHooks):
@@ -53,6 +63,14 @@ class CompressionHooks(StepHooks):
         refuse_gradients(engine.root, settings)
         self._compressors = Compressors(settings, engine.seed, engine.settings.reduce_dtype)
         engine.reduction = self._compressors
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        if isinstance(self._gradient_compression, LocalSGD):
+            set_up_local_steps(self, trainer)
+        super().setup_optimizers(trainer)
+        if self._compressors is not None:
+            advise(self._compressors.compression, self.optimizers)
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
@@ -14,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS
 from typing_extensions import override
 
 from lnn_lightning.communication import Compression, Compressors, attach
@@ -22,6 +21,7 @@ from lnn_lightning.communication.local import LocalSGD, LocalSteps
 from lnn_lightning.communication.states import gathered, packed, take
 from lnn_lightning.parallel.errors import LayoutError, StepError
 from lnn_lightning.precision import loss_scale
+from lnn_lightning.strategies.compression import advise
 from lnn_lightning.strategies.local_steps import LocalAveraging, add_first
 
 KEY = "lnn_lightning.gradient_compression"
@@ -97,13 +97,6 @@ def _refuse(strategy: DDPStrategy, compression: Compression, trainer: pl.Trainer
             "steps and change its scale by itself. Use `bf16-mixed`, or `PTDPStrategy(gradient_compression=LocalSGD("
             "...))`, whose ranks agree on both."
         )
-
-
-def advise(compression: Compression, optimizers: Sequence[Optimizer]) -> None:
-    """Warns where an optimizer does not go well with a compression."""
-    for optimizer in optimizers:
-        if (advice := compression.advice(optimizer)) is not None:
-            rank_zero_warn(advice)
 
 
 def loss_scaler(plugin: Any) -> Any:

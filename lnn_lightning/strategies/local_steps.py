@@ -19,7 +19,7 @@ from lnn_lightning.parallel.layout import DATA
 
 if TYPE_CHECKING:
     from lnn_lightning.parallel.pipeline.residence import Residence
-    from lnn_lightning.strategies.ptdp import PTDPStrategy
+    from lnn_lightning.strategies.compression import CompressionHooks
 
 Parts = Sequence[Sequence[Tensor]]
 
@@ -138,7 +138,7 @@ def refuse_copies(plugin: Any) -> None:
         raise StepError("LocalSGD does not go with `gradient_scales` of blocks. Use the loss scale alone.")
 
 
-def set_up_local_steps(strategy: PTDPStrategy, trainer: pl.Trainer) -> None:
+def set_up_local_steps(strategy: CompressionHooks, trainer: pl.Trainer) -> None:
     """Lets the data ranks of a strategy step by themselves; before the optimizers are made."""
     refuse_copies(strategy.precision_plugin)
     reduction = strategy.engine.reduction

@@ -42,11 +42,10 @@ from lnn_lightning.precision import MeshAgreement, mesh_precision, reduce_dtype_
 from lnn_lightning.strategies.averaging import divide_averages, upcycle_averages
 from lnn_lightning.strategies.compression import CompressionHooks
 from lnn_lightning.strategies.data import DataHooks
-from lnn_lightning.strategies.ddp_hooks import advise
 from lnn_lightning.strategies.effects import set_metric_group
 from lnn_lightning.strategies.experts import ExpertHooks
 from lnn_lightning.strategies.initial_weights import read_initial_weights
-from lnn_lightning.strategies.local_steps import refuse_local_steps, set_up_local_steps
+from lnn_lightning.strategies.local_steps import refuse_local_steps
 from lnn_lightning.strategies.manual import computing_step
 from lnn_lightning.strategies.moving import gradients_looked_at
 from lnn_lightning.strategies.peek import peek_batch
@@ -248,11 +247,7 @@ class PTDPStrategy(CompressionHooks, ExpertHooks, DataHooks):
         divide_averages(trainer, module)
         self.model = module
         if trainer.state.fn == TrainerFn.FITTING:
-            if isinstance(self._gradient_compression, LocalSGD):
-                set_up_local_steps(self, trainer)
             self.setup_optimizers(trainer)
-            if self._compressors is not None:
-                advise(self._compressors.compression, self.optimizers)
             self.engine.setup_training()
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
